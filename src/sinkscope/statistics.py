@@ -197,6 +197,13 @@ def false_discovery_rates(p_values: ArrayLike) -> np.ndarray:
     return rates
 
 
+def at_most(count: int, num_samples: int, share: ArrayLike) -> np.ndarray:
+    """P(at most `count` of the samples have what a share of the population has), exact (binomial)."""
+    from scipy.special import bdtr  # imported here, as in `kendall_tau`
+
+    return np.asarray(bdtr(count, num_samples, share))
+
+
 def student_t_tail(t: float, freedom: int) -> float:
     """P(T > t) for Student's t, exact far into the tail."""
     from scipy.special import stdtr  # imported here, as in `kendall_tau`

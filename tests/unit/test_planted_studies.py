@@ -240,7 +240,7 @@ CAUSE_LINKS: dict[str, dict[str, str]] = {
     # Nothing that is done to the aggregation makes or removes the sink; without a rise there is none to take apart.
     "position": {
         **dict.fromkeys((*UNMIXING, "equalising_removes_sink", "variance_suffices", "energy_suffices"), FAILS),
-        **dict.fromkeys(("amplification_creates_sink", "dose_response"), FAILS),
+        "amplification_creates_sink": FAILS,
         **dict.fromkeys(("unmixed_value_matters", "variance_is_what_matters", "energy_is_what_matters"), EMPTY),
         **dict.fromkeys(("variance_discrepancy", "super_neurons_sufficient", "dimensions_suffice"), HOLDS),
         "mean_suffices": HOLDS,

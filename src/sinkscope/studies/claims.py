@@ -118,7 +118,8 @@ def _channel_sparsity(study: StudyData) -> ClaimNumbers | Empty:
     top_share, median = study.top_shares(study.plan.appearance_neurons)
     every_sequence = np.ones(len(study.baseline.rate_BS))
     by_bar = [top_share * every_sequence, top_share / median * every_sequence]
-    return ClaimNumbers(by_bar=by_bar, control=median, note="read from the weights, so it has no sampling error")
+    note = "read from the weights, so it has no sampling error"
+    return ClaimNumbers(by_bar=by_bar, control=median, note=note, exact=True)
 
 
 def _elsewhere(study: StudyData) -> np.ndarray:

@@ -14,19 +14,25 @@ may still refute it, and if they don't, the claim is not applicable.
 
 Intervals are bootstrap intervals over sequences. Their level comes from Holm's procedure over all applicable claims, so
 that in at most about 5 % of studies the choice of sequences makes any verdict wrong.
+
+A bootstrap knows only the sequences that it has. Where all of them, or most, give the same number, such as a rate of 0,
+it cannot know that a few others would give a high one. There the interval also allows for sequences that were not seen:
+as large a share of all sequences as the binomial distribution cannot exclude, each with the highest or the lowest
+number that one can have.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
 
 from sinkscope.statistics import (
+    at_most,
     bootstrap_p_value,
     bootstrap_tail,
     holm_levels,
@@ -43,6 +49,8 @@ CLEARS: dict[Rule, Callable[[float, float], bool]] = {
     "below": operator.lt,
 }
 FAMILY_LEVEL = 0.05
+SHARES = np.linspace(0, 1, 2001)
+"""Shares of all sequences that may be unlike those that were seen, from which intervals take theirs."""
 CAUSAL = "causal"
 """The link of claims about cause and effect."""
 
@@ -113,13 +121,15 @@ class Bar:
     centred: bool = False
     """Whether resampled values are shifted so that their median is the estimate: for a statistic that resampling, which
     repeats sequences, biases downwards."""
+    at_targets: bool = False
+    """Whether a sequence's number is a mean over targets: then each sequence shows as many tokens."""
 
     def cleared_by(self, value: float) -> bool:
         return CLEARS[self.rule](value, self.threshold)
 
 
-UP = Bar("at least", RISE)
-UP_ON_A_SIDE = Bar("at least", RISE, most)
+UP = Bar("at least", RISE, at_targets=True)
+UP_ON_A_SIDE = Bar("at least", RISE, most, at_targets=True)
 TAKEN_AWAY = Bar("below", QUARTER, second_over_first)
 
 
@@ -139,6 +149,8 @@ class ClaimNumbers:
     """For each bar numbers by sequence [B, ...]; its statistic takes their means. NaN is left out."""
     control: float | None = None
     note: str = ""
+    exact: bool = False
+    """Whether the numbers are read from weights, and so the same in all sequences there are."""
 
 
 class Step(Enum):
@@ -203,19 +215,75 @@ class Judgement:
         return self.claim.id
 
 
-Estimate = tuple[float, np.ndarray, float]
-"""(value, resampled values, p-value against the threshold)."""
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What is known of one bar's number."""
+
+    value: float
+    resampled_R: np.ndarray
+    p_value: float
+    """Against the threshold."""
+    unseen: Unseen | None = None
+    """None where the bootstrap sees enough of a spread."""
+
+    def interval(self, num_sequences: int, level: float) -> tuple[float, float]:
+        """(low, high) at a confidence of 1 - level."""
+        tail = bootstrap_tail(num_sequences, 1 - level)
+        low, high = (float(edge) for edge in np.quantile(self.resampled_R, [tail, 1 - tail]))
+        return (low, high) if self.unseen is None else self.unseen.widened(low, high, level)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unseen:
+    """What a number would be if some share of all sequences, one of SHARES (Q), were unlike those that were seen."""
+
+    values_2Q: np.ndarray
+    """If each of them had the lowest number that one can have, and the highest."""
+    chance_Q: np.ndarray
+    """How likely it is that so many were not seen."""
+
+    def p_value(self, rule: Bar, value: float) -> float:
+        """Two-sided, like that of the bootstrap: twice the chance of not seeing enough for another verdict."""
+        other_2Q = CLEARS[rule.rule](self.values_2Q, rule.threshold) != rule.cleared_by(value)
+        return min(1.0, 2 * float(np.where(other_2Q.any(0), self.chance_Q, 0.0).max()))
+
+    def widened(self, low: float, high: float, level: float) -> tuple[float, float]:
+        likely_2 = self.values_2Q[:, self.chance_Q > level / 2]
+        return min(low, float(np.nanmin(likely_2))), max(high, float(np.nanmax(likely_2)))
+
+
 Estimates = list[Estimate | None]
 """By bar; None where a bar has no number."""
 
 
-def judge(claims: Sequence[tuple[Claim, ClaimNumbers | Empty]], num_sequences: int) -> list[Judgement]:
-    """The verdict of every claim, at a family-wise confidence of 95 % over those that can be judged."""
+def judge(
+    claims: Sequence[tuple[Claim, ClaimNumbers | Empty]],
+    num_sequences: int,
+    *,
+    num_targets: int = 1,
+    largest: float = 1.0,
+) -> list[Judgement]:
+    """The verdict of every claim, at a family-wise confidence of 95 % over those that can be judged.
+
+    `largest` is the highest sink rate of a token in any one sequence of the study.
+    """
     weights_RB = resample_weights(num_sequences)
+
+    def estimated(bar: Bar, columns: np.ndarray | Empty, exact: bool) -> Estimate | None:
+        if isinstance(columns, Empty):
+            return None
+        estimate = _estimate(bar, columns, weights_RB)
+        if exact:
+            return replace(estimate, p_value=0.0)
+        tokens = num_sequences * (num_targets if bar.at_targets else 1)
+        unseen = _unseen(bar, columns, tokens, largest)
+        if unseen is None or not np.isfinite(estimate.value):
+            return estimate
+        return replace(estimate, unseen=unseen, p_value=max(estimate.p_value, unseen.p_value(bar, estimate.value)))
+
     estimates = {
         claim.id: [
-            None if isinstance(columns, Empty) else _estimate(bar, columns, weights_RB)
-            for bar, columns in zip(claim.bars, numbers.by_bar, strict=True)
+            estimated(bar, columns, numbers.exact) for bar, columns in zip(claim.bars, numbers.by_bar, strict=True)
         ]
         for claim, numbers in claims
         if isinstance(numbers, ClaimNumbers)
@@ -237,9 +305,7 @@ def judge(claims: Sequence[tuple[Claim, ClaimNumbers | Empty]], num_sequences: i
         leading = cleared.index(False) if False in cleared else 0
         leader = estimates[claim.id][leading]
         assert leader is not None  # where a bar has no number, the claim got here by one that is not cleared
-        value, resampled_R, _ = leader
-        tail = bootstrap_tail(num_sequences, 1 - level)
-        low, high = (float(edge) for edge in np.quantile(resampled_R, [tail, 1 - tail]))
+        low, high = leader.interval(num_sequences, level)
         verdict: Verdict = ("holds" if all(cleared) else "does not hold") if is_decided else "undecided"
         notes = [f"not counted: {bar.note}" for bar in missing]
         if verdict == "holds" and numbers.control is not None and claim.bars[0].cleared_by(numbers.control):
@@ -252,7 +318,7 @@ def judge(claims: Sequence[tuple[Claim, ClaimNumbers | Empty]], num_sequences: i
                 control=numbers.control,
                 note="; ".join(filter(None, [numbers.note, *notes])),
                 bar=claim.bars[leading],
-                effect=value,
+                effect=leader.value,
                 low=low,
                 high=high,
                 confidence=1 - level,
@@ -263,34 +329,55 @@ def judge(claims: Sequence[tuple[Claim, ClaimNumbers | Empty]], num_sequences: i
 
 
 def _estimate(bar: Bar, values: np.ndarray, weights_RB: np.ndarray) -> Estimate:
+    """What the bootstrap knows of a bar's number."""
     columns_BC, shape = values.reshape(len(values), -1), values.shape[1:]
     with np.errstate(invalid="ignore", divide="ignore"):
         value = float(bar.statistic(seen_mean(columns_BC).reshape(shape)))
         means = weighted_means(weights_RB, columns_BC).reshape(-1, *shape)
         resampled_R = np.asarray(bar.statistic(means), dtype=np.float64)
     if not np.isfinite(value):
-        return np.nan, np.full_like(resampled_R, np.nan), 1.0
+        return Estimate(value=np.nan, resampled_R=np.full_like(resampled_R, np.nan), p_value=1.0)
     # A resample that gives 0 / 0 says nothing: at the threshold it counts for both sides.
     resampled_R = np.where(np.isfinite(resampled_R), resampled_R, bar.threshold)
     if bar.centred:
         resampled_R += value - np.median(resampled_R)
     seen_BC = np.where(np.isnan(columns_BC), seen_mean(columns_BC), columns_BC)
-    if np.ptp(seen_BC, axis=0).max() == 0:  # the same in every sequence, such as what is read from weights
-        return value, np.full_like(resampled_R, value), 0.0
-    return value, resampled_R, bootstrap_p_value(resampled_R, bar.threshold, len(columns_BC))
+    if np.ptp(seen_BC, axis=0).max() == 0:  # rounding would give resampled means a spread
+        resampled_R = np.full_like(resampled_R, value)
+    p_value = bootstrap_p_value(resampled_R, bar.threshold, len(columns_BC))
+    return Estimate(value=value, resampled_R=resampled_R, p_value=p_value)
+
+
+def _unseen(bar: Bar, values: np.ndarray, num_tokens: int, largest: float) -> Unseen | None:
+    """What sequences that were not seen may change, where a column has no spread or is mostly 0; None where none is."""
+    columns_BC, shape = values.reshape(len(values), -1), values.shape[1:]
+    alike_C = (columns_BC == columns_BC[0]).all(0) | ((columns_BC == 0).mean(0) >= 0.5)
+    if bar.centred or not alike_C.any():
+        return None
+    mean_C = seen_mean(columns_BC)
+    extremes_2C = np.stack([np.minimum(columns_BC.min(0), 0.0), np.maximum(columns_BC.max(0), largest)])
+    extremes_2C = np.where(alike_C, extremes_2C, mean_C)
+    means_2QC = mean_C + SHARES[:, None] * (extremes_2C - mean_C)[:, None]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        values_2Q = np.asarray(bar.statistic(means_2QC.reshape(2, len(SHARES), *shape)))
+        alone_B = bar.statistic(values)
+    # Sequences whose own number speaks against the verdict were seen; not so many more can have been missed.
+    cleared = bar.cleared_by(float(values_2Q[0, 0]))
+    against = (CLEARS[bar.rule](alone_B, bar.threshold) != cleared) & np.isfinite(alone_B)
+    return Unseen(values_2Q=values_2Q, chance_Q=at_most(int(against.sum()), num_tokens, SHARES))
 
 
 def _cleared(claim: Claim, estimates: Estimates) -> list[bool | None]:
     """By bar: whether its estimate clears the threshold; None where it has no number."""
     pairs = zip(claim.bars, estimates, strict=True)
-    return [None if estimate is None else bar.cleared_by(estimate[0]) for bar, estimate in pairs]
+    return [None if estimate is None else bar.cleared_by(estimate.value) for bar, estimate in pairs]
 
 
 def _p_value(claim: Claim, estimates: Estimates) -> float:
     """The p-value of a claim. If all bars are cleared, it is that of the weakest, or 1 if one has no number. If not, it
     is that of the clearest failure, times the number of bars because the clearest was picked."""
     cleared = _cleared(claim, estimates)
-    failures = [estimate[2] for ok, estimate in zip(cleared, estimates, strict=True) if estimate and not ok]
+    failures = [estimate.p_value for ok, estimate in zip(cleared, estimates, strict=True) if estimate and not ok]
     if failures:
         return min(1.0, len(cleared) * min(failures))
-    return max(1.0 if estimate is None else estimate[2] for estimate in estimates)
+    return max(1.0 if estimate is None else estimate.p_value for estimate in estimates)

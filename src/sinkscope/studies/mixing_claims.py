@@ -190,7 +190,7 @@ def _opening(study: StudyData) -> ClaimNumbers | Empty:
 OTHER_WAYS = ("scale_norm", "swap_deviation", "random_direction")
 """Conditions that raise the variance without amplifying the token's own deviation. One that makes a sink speaks for
 variance as the cause, one that makes none against it."""
-_UNDER_HALF = Bar("below", 0.5, least_left)
+_UNDER_HALF = Bar("below", 0.5, least_left, at_targets=True)
 _VARIANCE_BACK = dict(name=SEE_SELF, variance=BASELINE)
 _VARIANCE_BACK_ENERGY_KEPT = dict(name=SEE_SELF, variance=BASELINE, energy=SEE_SELF)
 _ENERGY_BACK = dict(name=SEE_SELF, energy=BASELINE)
@@ -227,7 +227,7 @@ MIXING_CLAIMS = (
         link=CAUSAL,
         statement="With an ordinary token's variance and energy, a token that attends only to itself keeps at least "
         "half of its rise",
-        bars=(Bar("at least", 0.5, least_left),),
+        bars=(Bar("at least", 0.5, least_left, at_targets=True),),
         numbers=_share_left(_BOTH_BACK, control=_TWO_KEYS),
         figures=("factorial", "forest"),
         step=Step.ONE_KEY,

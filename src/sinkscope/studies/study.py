@@ -266,7 +266,13 @@ class _Run:
             (claim, Empty(UNPLANNED) if claim.link == CAUSAL and not has_sink else _numbers(claim, data))
             for claim in CLAIMS.values()
         ]
-        judgements = judge(numbers, self.judging.num_sequences)
+        chosen_rate = float(chosen.recording.sequence_sink_rate[:, plan.sink].max())
+        judgements = judge(
+            numbers,
+            self.judging.num_sequences,
+            num_targets=max(1, len(plan.targets)),
+            largest=max(data.largest_rate, chosen_rate),
+        )
         if judgements[0].verdict != "holds":
             # The sink keeps its verdict: judged anew, alone, it could hold on a page that explains no sink.
             nothing = [(claim, Empty(NO_SINK)) for claim in list(CLAIMS.values())[1:]]

@@ -61,6 +61,12 @@ class StudyData:
         return sides_of_norm(self.anatomy)
 
     @property
+    def largest_rate(self) -> float:
+        """The highest sink rate of one sequence at the sink or a target, in any condition."""
+        rates = [result.later_BS[:, condition.target] for condition, result in self.results.items()]
+        return float(np.max([self.baseline.rate_BS[:, self.plan.sink], *rates]))
+
+    @property
     def squared_deviation_LBST(self) -> np.ndarray:
         """Of the aggregation in the early layers, on each side of its norm. Its mean over sequences is the variance."""
         return self.reading.squares_LBS2T[self.plan.layers, :, :, 0].double().numpy()
