@@ -144,9 +144,9 @@ def test_the_same_number_in_every_sequence_has_no_sampling_error_only_if_it_is_r
     judged, numbers = claim(np.full(N, 0.3), threshold=0.25)
     exact = judge([(judged, replace(numbers, exact=True))], N)[0]
     assert (exact.verdict, exact.low, exact.high) == ("holds", exact.effect, exact.effect)
-    # By hand: with 32 sequences alike, a share of 1 - 0.025^(1/32) = 10.9 % may give 0, and leave 0.267.
+    # By hand: with 32 sequences alike, a share of 1 - 0.05^(1/32) = 8.9 % may give 0, and leave 0.273.
     sampled = judge([(judged, numbers)], N)[0]
-    assert (sampled.verdict, sampled.low) == ("holds", pytest.approx(0.3 * 0.025 ** (1 / N), abs=1e-3))
+    assert (sampled.verdict, sampled.low) == ("holds", pytest.approx(0.3 * 0.05 ** (1 / N), abs=1e-3))
     assert judge([claim(np.full(N, 0.26), threshold=0.25)], N)[0].verdict == "undecided"
     # More tokens behind each number exclude more.
     at_targets = (Bar("at least", 0.05, at_targets=True), np.zeros(N))

@@ -230,7 +230,7 @@ class Estimate:
         """(low, high) at a confidence of 1 - level."""
         tail = bootstrap_tail(num_sequences, 1 - level)
         low, high = (float(edge) for edge in np.quantile(self.resampled_R, [tail, 1 - tail]))
-        return (low, high) if self.unseen is None else self.unseen.widened(low, high, level)
+        return (low, high) if self.unseen is None else self.unseen.widened(low, high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,13 +242,16 @@ class Unseen:
     chance_Q: np.ndarray
     """How likely it is that so many were not seen."""
 
-    def p_value(self, rule: Bar, value: float) -> float:
-        """Two-sided, like that of the bootstrap: twice the chance of not seeing enough for another verdict."""
-        other_2Q = CLEARS[rule.rule](self.values_2Q, rule.threshold) != rule.cleared_by(value)
-        return min(1.0, 2 * float(np.where(other_2Q.any(0), self.chance_Q, 0.0).max()))
+    # The level is that of the family, without Holm's correction: whether such sequences were seen is one event for all
+    # claims of a study.
 
-    def widened(self, low: float, high: float, level: float) -> tuple[float, float]:
-        likely_2 = self.values_2Q[:, self.chance_Q > level / 2]
+    def may_change(self, bar: Bar, value: float) -> bool:
+        """Whether enough of them for the other side of the threshold can have been missed."""
+        other_2Q = CLEARS[bar.rule](self.values_2Q, bar.threshold) != bar.cleared_by(value)
+        return bool((other_2Q & (self.chance_Q > FAMILY_LEVEL)).any())
+
+    def widened(self, low: float, high: float) -> tuple[float, float]:
+        likely_2 = self.values_2Q[:, self.chance_Q > FAMILY_LEVEL]
         return min(low, float(np.nanmin(likely_2))), max(high, float(np.nanmax(likely_2)))
 
 
@@ -279,7 +282,8 @@ def judge(
         unseen = _unseen(bar, columns, tokens, largest)
         if unseen is None or not np.isfinite(estimate.value):
             return estimate
-        return replace(estimate, unseen=unseen, p_value=max(estimate.p_value, unseen.p_value(bar, estimate.value)))
+        p_value = 1.0 if unseen.may_change(bar, estimate.value) else estimate.p_value
+        return replace(estimate, unseen=unseen, p_value=p_value)
 
     estimates = {
         claim.id: [
