@@ -43,7 +43,7 @@ from sinkscope.statistics import (
 
 Verdict = Literal["holds", "does not hold", "not applicable", "undecided"]
 Rule = Literal["at least", "above", "below"]
-CLEARS: dict[Rule, Callable[[float, float], bool]] = {
+CLEARS: dict[Rule, Callable[[Any, float], Any]] = {
     "at least": operator.ge,
     "above": operator.gt,
     "below": operator.lt,
