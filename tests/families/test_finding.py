@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sinkscope.errors import InputError
-from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.anatomy import Layer, anatomy_of
 from sinkscope.models.families import FAMILIES
 from sinkscope.models.finding import find_family
+from sinkscope.tracing.layer_neurons import LayerNeurons
 from sinkscope.tracing.trace import trace
 
 IN_TABLE = {model_type for family in FAMILIES for model_type in family.model_types}
@@ -27,6 +28,8 @@ MODEL_TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - IN_TABLE)
 FOUND = {
     *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "glm", "granite", "nemotron"),
     *("olmo", "olmoe", "persimmon", "phi", "seed_oss", "starcoder2"),
+    *("aria_text", "deepseek_v2", "ernie4_5_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared"),
+    *("hunyuan_v1_moe", "llama4_text", "minimax_m2", "minimax_m3_vl_text", "phimoe", "qwen2_moe"),
 }
 """Those that must be found, whatever else is."""
 REFUSED = {
@@ -36,7 +39,7 @@ REFUSED = {
     "qwen3_next": "no attention over all keys is computed in layer 0, 1, 2",
     "jamba": "no attention over all keys",
     "falcon_h1": "is not what enters it plus what attention and feed-forward give",
-    "qwen2_moe": "something else than the sum of its experts",
+    "jetmoe": "no linear layer follows attention",
     "deepseek_v4": "is no state of [2, 8] tokens",
     "diffllama": "attention is computed 2 times",
     "bert": "no linear layer follows attention",
@@ -160,22 +163,34 @@ def check_sum(model: PreTrainedModel) -> None:
 
         return hook
 
+    def keep_experts(layer: Layer, neurons: LayerNeurons):
+        def hook(module, args, output):
+            kept[layer.index, "neurons"] = neurons.at(torch.arange(tokens().numel())).double()
+
+        return hook
+
     for layer in anatomy.layers:
-        if layer.down_projection is None or layer.post_norm is not None:
+        if layer.post_norm is not None:
             continue
         handles += [
             layer.block.register_forward_pre_hook(keep((layer.index, "entering")), with_kwargs=True),
-            layer.block.register_forward_hook(keep((layer.index, "leaving")), with_kwargs=True),
             layer.attention_exit.register_forward_hook(keep((layer.index, "attended")), with_kwargs=True),
-            layer.down_projection.register_forward_pre_hook(keep((layer.index, "neurons")), with_kwargs=True),
         ]
+        if layer.down_projection is not None:
+            place = layer.index, "neurons"
+            handles.append(layer.down_projection.register_forward_pre_hook(keep(place), with_kwargs=True))
+        else:
+            neurons = LayerNeurons(layer)
+            handles += [*neurons.hooks(), layer.block.register_forward_hook(keep_experts(layer, neurons))]
+        handles.append(layer.block.register_forward_hook(keep((layer.index, "leaving")), with_kwargs=True))
     with torch.no_grad():
         model(tokens())
     for handle in handles:
         handle.remove()
     for index in {index for index, _ in kept}:
         layer = anatomy.layers[index]
-        written = kept[index, "neurons"] @ layer.written_vectors(None).double().T
+        vectors = torch.cat([layer.written_vectors(expert) for expert, _ in layer.down_weights()], dim=1)
+        written = kept[index, "neurons"] @ vectors.double().T
         bias = getattr(layer.down_projection, "bias", None)
         if bias is not None:
             written = written + bias.detach().double() * layer.feed_forward_scale

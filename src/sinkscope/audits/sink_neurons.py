@@ -237,7 +237,7 @@ class SinkWatch:
             self.anatomy.layers[0].block.register_forward_hook(self._leave_first),
         ]
         for (neuron, *_), steps in zip(self.neurons, self._seen, strict=True):
-            handles.append(_keep_activation(self.anatomy.layers[neuron.layer], neuron, steps))
+            handles += _keep_activation(self.anatomy.layers[neuron.layer], neuron, steps)
         for handle in handles:
             self._stack.callback(handle.remove)
         return self
@@ -259,14 +259,27 @@ class SinkWatch:
         self._shapes.append((num_sequences, length))
 
 
-def _keep_activation(layer: Layer, neuron: Neuron, steps: list[Tensor]) -> Any:
-    """A hook that keeps a neuron's activation at every token. Thresholds wait until the mask is asked for: a step of
+def _keep_activation(layer: Layer, neuron: Neuron, steps: list[Tensor]) -> list[Any]:
+    """Hooks that keep a neuron's activation at every token. Thresholds wait until the mask is asked for: a step of
     decoding pays for one small copy a neuron."""
     if neuron.expert in (None, SHARED_EXPERT):
         projection: AnyModule = layer.down_projection if neuron.expert is None else layer.shared_down_projection
-        return projection.register_forward_pre_hook(
-            lambda module, args: steps.append(args[0][..., neuron.neuron].flatten().clone())
-        )
+        handles = [
+            projection.register_forward_pre_hook(
+                lambda module, args: steps.append(args[0][..., neuron.neuron].flatten().clone())
+            )
+        ]
+        if neuron.expert == SHARED_EXPERT and layer.shared_gate is not None:
+            gate: list[Tensor] = []
+            keep_gate = layer.shared_gate.register_forward_hook(
+                lambda module, args, output: gate.append(output.flatten().sigmoid())
+            )
+            # The gate may run before the shared expert or after it.
+            multiply = layer.block.register_forward_hook(
+                lambda module, args, output: steps.append(steps.pop() * gate.pop())
+            )
+            handles += [keep_gate, multiply]
+        return handles
     layer_neurons = LayerNeurons(layer)
 
     def keep_routed(module, args, kwargs) -> None:
@@ -276,4 +289,4 @@ def _keep_activation(layer: Layer, neuron: Neuron, steps: list[Tensor]) -> Any:
         layer_neurons.clear()
 
     experts: AnyModule = layer.experts
-    return experts.register_forward_pre_hook(keep_routed, with_kwargs=True)
+    return [experts.register_forward_pre_hook(keep_routed, with_kwargs=True)]

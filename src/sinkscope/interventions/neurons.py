@@ -34,15 +34,19 @@ from sinkscope.interventions.calibration import calibration_of
 from sinkscope.models.anatomy import (
     SHARED_EXPERT,
     Anatomy,
+    AnyModule,
     Group,
+    Layer,
     Neuron,
     NeuronLike,
     anatomy_of,
     as_neurons,
     checked_neurons,
 )
+from sinkscope.models.experts import added_to
 from sinkscope.models.loaded import bare_model
 from sinkscope.models.token_batches import TokenBatch
+from sinkscope.tracing.block_states import entering
 from sinkscope.tracing.layer_neurons import LayerNeurons
 from sinkscope.tracing.open_interventions import ExpertChange, changing_experts, check_indices, suspend
 from sinkscope.tracing.replay import ConditionReading, read_neurons
@@ -87,7 +91,8 @@ class ChangeNeurons(Intervention):
             shape = BatchShape(layer, stack)
             if group[1] in (None, SHARED_EXPERT):
                 projection = layer.down_projection if group[1] is None else layer.shared_down_projection
-                hook_on(stack, projection, self._dense_hook(group, neurons, shape, acted))
+                gate = _SharedGate(layer if group[1] == SHARED_EXPERT else None, stack)
+                hook_on(stack, projection, self._dense_hook(group, neurons, shape, gate, acted))
             else:
                 assert group[1] is not None
                 assert layer.experts is not None
@@ -97,12 +102,18 @@ class ChangeNeurons(Intervention):
                 change = ExpertChange(expert=group[1], neurons=neurons, new_values=values)
                 stack.enter_context(changing_experts(layer.index, layer.experts, change))
 
-    def _dense_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape, acted: Acted):
+    def _dense_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape, gate: _SharedGate, acted: Acted):
         def hook(module, args):
             acted(group[0])
             all_BTF = shape.unflatten(args[0], self.place).clone()
             chosen = indices(neurons, all_BTF.device)
-            all_BTF[..., chosen] = self._changed(group, all_BTF[..., chosen])
+            raw_BTn = all_BTF[..., chosen]
+            if gate.value is None:
+                all_BTF[..., chosen] = self._changed(group, raw_BTn)
+            else:
+                gate_BT1 = shape.unflatten(gate.value, self.place)
+                gated_BTn = raw_BTn * gate_BT1
+                all_BTF[..., chosen] = raw_BTn + (self._changed(group, gated_BTn) - gated_BTn) / gate_BT1
             return (all_BTF.reshape(args[0].shape), *args[1:])
 
         return hook
@@ -124,8 +135,10 @@ class ChangeNeurons(Intervention):
                 layer_neurons.keep_routed(module, args, kwargs)
                 current_BTn = shape.unflatten(layer_neurons.values(expert, chosen), self.place)
             change_Nn = (self._changed(group, current_BTn) - current_BTn).flatten(0, 1)
-            added_NE = change_Nn @ layer.group_weight(expert)[:, chosen].float().T
-            return output + added_NE.view_as(output).to(output.dtype)
+            added_NE = change_Nn @ layer.group_weight(expert)[:, chosen].float().T / layer.expert_scale
+            assert layer_neurons.routed is not None
+            assert expert is not None
+            return added_to(output, layer_neurons.routed, expert, added_NE)
 
         return hook
 
@@ -136,6 +149,22 @@ class ChangeNeurons(Intervention):
         columns = torch.arange(acts_BT.shape[1], device=acts_BT.device)[indices(self.place.positions, acts_BT.device)]
         acts_BT[rows[:, None], columns] = True
         return torch.where(acts_BT[..., None], new_BTn, current_BTn)
+
+
+class _SharedGate:
+    """The gate by which a layer multiplies its shared expert: what enters the down projection is the activation over
+    it. Nothing without a layer, or for one without a gate."""
+
+    def __init__(self, layer: Layer | None, stack: contextlib.ExitStack) -> None:
+        self.value: Tensor | None = None
+        if layer is not None and layer.shared_gate is not None:
+            self.module: AnyModule = layer.shared_gate
+            # The gate reads what the feed-forward reads, and may run only after the shared expert.
+            hook_on(stack, layer.feed_forward, self._note, with_kwargs=True)
+
+    def _note(self, module, args, kwargs) -> None:
+        gate = self.module.forward(entering(args, kwargs)).sigmoid()
+        self.value = gate.clamp(min=torch.finfo(gate.dtype).tiny)
 
 
 class AblateNeurons(ChangeNeurons):
@@ -259,21 +288,29 @@ class DensifyNeurons(Intervention):
         for (index, expert), neurons in self.groups.items():
             layer = self.anatomy.layers[index]
             dense = {None: layer.down_projection, SHARED_EXPERT: layer.shared_down_projection}
-            hook = self._hook((index, expert), neurons, acted, routed=expert not in dense)
-            hook_on(stack, dense.get(expert, layer.experts), hook, after=True, with_kwargs=True)
+            is_routed = expert not in dense
+            hook = (self._expert_hook if is_routed else self._dense_hook)((index, expert), neurons, acted)
+            hook_on(stack, layer.experts if is_routed else dense[expert], hook, after=True, with_kwargs=True)
 
-    def _hook(self, group: Group, neurons: tuple[int, ...], acted: Acted, *, routed: bool):
+    def _dense_hook(self, group: Group, neurons: tuple[int, ...], acted: Acted):
         def hook(module, args, kwargs, output):
             acted(group[0])
-            chosen = torch.tensor(neurons, device=output.device)
-            if routed:
-                layer_neurons = LayerNeurons(self.anatomy.layers[group[0]])
-                layer_neurons.keep_routed(module, args, kwargs)
-                values = layer_neurons.values(group[1], chosen)
-            else:
-                values = args[0][..., chosen].float()
-            added = values @ self.change[group].to(values).T
-            return output + added.view_as(output).to(output.dtype)
+            values = args[0][..., torch.tensor(neurons, device=output.device)].float()
+            return output + (values @ self.change[group].to(values).T).to(output.dtype)
+
+        return hook
+
+    def _expert_hook(self, group: Group, neurons: tuple[int, ...], acted: Acted):
+        layer, expert = self.anatomy.layers[group[0]], group[1]
+
+        def hook(module, args, kwargs, output):
+            acted(layer.index)
+            layer_neurons = LayerNeurons(layer)
+            layer_neurons.keep_routed(module, args, kwargs)
+            values = layer_neurons.values(expert, torch.tensor(neurons, device=output.device)) / layer.expert_scale
+            assert layer_neurons.routed is not None
+            assert expert is not None
+            return added_to(output, layer_neurons.routed, expert, values @ self.change[group].to(values).T)
 
         return hook
 

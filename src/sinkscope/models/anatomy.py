@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from sinkscope.arguments import neuron_of_text
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
+from sinkscope.models.experts import expert_outputs, is_experts
 from sinkscope.models.families import FAMILIES, Family
 from sinkscope.models.finding import find_family
 from sinkscope.models.loaded import Model, bare_model
 from sinkscope.models.sharded import unsharded, whole
+from sinkscope.models.weights import held
 
 AnyModule = Any
 """A module of a user's model. Which attributes it has depends on the family, so no narrower type fits."""
@@ -100,6 +102,10 @@ class Layer:
     down_projection: AnyModule | None
     experts: AnyModule | None
     shared_down_projection: AnyModule | None
+    shared_gate: AnyModule | None
+    """A linear layer whose sigmoid multiplies what the shared expert gives; its neurons' activations include it."""
+    expert_scale: float
+    """What is multiplied with the experts' sum after it; their neurons' activations include it, as routing weights."""
     post_norm: AnyModule | None
     attention_scale: float
     """What is multiplied with the attention's output where it is added to the residual stream."""
@@ -115,10 +121,7 @@ class Layer:
         """(expert or None, output vectors [E, F]) of every group of neurons, in the order of their indices."""
         if self.down_projection is not None:
             return [(None, projection_weight(self.down_projection))]
-        assert self.experts is not None
-        weights = held(self.experts, "down_proj")
-        oriented = weights.transpose(1, 2) if self.experts.is_transposed else weights
-        groups: list[tuple[int | None, Tensor]] = [(expert, oriented[expert]) for expert in range(oriented.shape[0])]
+        groups: list[tuple[int | None, Tensor]] = list(enumerate(expert_outputs(self.experts)))
         if self.shared_down_projection is not None:
             groups.append((SHARED_EXPERT, projection_weight(self.shared_down_projection)))
         return groups
@@ -364,9 +367,7 @@ def _layer(family: Family, index: int, block: AnyModule) -> Layer:
     experts = _submodule(block, family.experts)
     if hasattr(experts, "base_layer"):
         raise _not_plain(index, experts)
-    if experts is not None and not all(
-        hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "is_transposed", "_apply_gate")
-    ):
+    if experts is not None and not is_experts(experts):
         raise InputError(
             f"The experts of layer {index} ({type(experts).__name__}) lack gate_up_proj, down_proj or a gate. Use "
             "transformers 5.17 or newer, which keeps experts as 3-D parameters."
@@ -386,6 +387,8 @@ def _layer(family: Family, index: int, block: AnyModule) -> Layer:
         down_projection=down_projection,
         experts=experts,
         shared_down_projection=shared_down_projection,
+        shared_gate=_submodule(block, family.shared_gate),
+        expert_scale=family.expert_scale,
         post_norm=_submodule(block, family.post_norm),
         attention_scale=family.attention_scale,
         feed_forward_scale=family.feed_forward_scale,
@@ -468,18 +471,6 @@ def projection_weight(projection: AnyModule) -> Tensor:
             if name in projection.lora_A:
                 weight = weight + projection.get_delta_weight(name).detach().to(weight)
     return weight.T if is_transposed(base) else weight
-
-
-def held(module: AnyModule, name: str) -> Tensor:
-    """The whole values of a module's parameter, also where it is sharded over processes, or where accelerate keeps it
-    on the CPU or on disk between passes."""
-    parameter = getattr(module, name)
-    if not parameter.is_meta:
-        return whole(parameter.detach())
-    from accelerate.utils import align_module_device
-
-    with align_module_device(module):
-        return getattr(module, name).detach()
 
 
 def input_device(anatomy: Anatomy) -> torch.device:

@@ -20,6 +20,10 @@ class Family:
     down_projection: str = "mlp.down_proj"
     experts: str | None = None
     shared_down_projection: str | None = None
+    shared_gate: str | None = None
+    """A linear layer of one output, whose sigmoid multiplies what the shared expert gives."""
+    expert_scale: float = 1.0
+    """What the sum of the routed experts is multiplied by where the shared expert is added to it."""
     final_norm: str = "norm"
     """Path of the norm after the last block, relative to the decoder."""
     post_norm: str | None = None

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import InputError
+from sinkscope.models.experts import Routing, given_by_experts, is_experts, routing_of, written_by_experts
 from sinkscope.models.families import Family
 
 SHAPE = (2, 8)
@@ -56,6 +57,10 @@ class Call:
     state_in: Tensor | None = None
     """The first argument or `hidden_states`, where that is a tensor."""
     state_out: Tensor | None = None
+    copied_out: Tensor | None = None
+    """What a module without parts gave, as it was then: the code around it may add to it in place."""
+    routing: Routing | None = None
+    """Of a call of experts."""
 
     @property
     def entered(self) -> Tensor:
@@ -70,6 +75,24 @@ class Call:
         if self.state_out is None:
             raise NotFoundError(f"{self.path} gives no tensor")
         return self.state_out
+
+    @property
+    def given(self) -> Tensor:
+        """What it gave, whatever was done to it afterwards."""
+        return self.left if self.copied_out is None else self.copied_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mixture:
+    """How a feed-forward of experts adds up; a dense one has none of it."""
+
+    scale: float = 1.0
+    """What the experts' sum is multiplied by."""
+    shared: Call | None = None
+    """The shared expert's down projection."""
+    gate: Call | None = None
+    is_outside: bool = False
+    """Whether the shared expert stands beside the module of the others."""
 
 
 def find_family(model: Any) -> Family:
@@ -141,6 +164,8 @@ def _merged(fields: list[dict[str, Any]], config: Any) -> dict[str, Any]:
             row[name] = tuple(sorted(set().union(*values)))
         elif name == "scales":
             row["attention_scale"], row["feed_forward_scale"] = _one_pair(values, config)
+        elif name == "expert_scale":
+            row[name] = _one_scale(values or {1.0}, config)
         elif len(values) > 1:
             raise NotFoundError(f"its blocks differ in {name.replace('_', ' ')}: {', '.join(map(str, values))}")
         else:
@@ -160,10 +185,25 @@ def _one_pair(pairs: set[tuple[float, float]], config: Any) -> tuple[float, floa
     middle = sorted(pairs)[len(pairs) // 2]
     if any(abs(one - other) > FITTED * abs(other) for pair in pairs for one, other in zip(pair, middle, strict=True)):
         raise NotFoundError(f"its blocks scale attention and feed-forward by different numbers: {sorted(pairs)[:4]}")
-    stated = [value for name, value in vars(config).items() if "multiplier" in name and isinstance(value, float)]
-    return tuple(  # type: ignore[return-value]
-        next((value for value in stated if abs(value - fitted) <= FITTED * abs(fitted)), fitted) for fitted in middle
-    )
+    return _stated(middle[0], config), _stated(middle[1], config)
+
+
+def _one_scale(scales: set[float], config: Any) -> float:
+    """What experts are multiplied by, of the numbers that were fitted block by block."""
+    middle = sorted(scales)[len(scales) // 2]
+    if any(abs(scale - middle) > FITTED * abs(middle) for scale in scales):
+        raise NotFoundError(f"its blocks scale their experts by different numbers: {sorted(scales)[:4]}")
+    return _stated(middle, config)
+
+
+def _stated(fitted: float, config: Any) -> float:
+    """The configuration's own number where it says one that is near a fitted one; else the fitted one."""
+    stated = [
+        value
+        for name, value in vars(config).items()
+        if ("multiplier" in name or "scaling_factor" in name) and isinstance(value, float)
+    ]
+    return next((value for value in stated if abs(value - fitted) <= FITTED * abs(fitted)), fitted)
 
 
 class _Block:
@@ -199,26 +239,33 @@ class _Block:
             raise NotFoundError(f"no linear layer follows attention in {attention.path}")
         self._check_heads(attention, projection, config)
 
-        experts = next((call for call in fed if _is_experts(call)), None)
+        experts = next((call for call in fed if call.routing is not None), None)
         down = next((call for call in reversed(fed) if _is_linear(call) and self._is_as_wide(call)), None)
         writer = experts or down
         if writer is None:
             raise NotFoundError(f"no feed-forward was found in {self.path}")
         feed_forward = self._feed_forward(writer, attention)
-        whole_feed_forward = feed_forward or writer
-        self._check_feed_forward(whole_feed_forward, experts, down)
+        given, mixture = (feed_forward or writer).left, _Mixture()
+        if experts is not None:
+            given, mixture = self._mixture(experts, feed_forward, down, fed)
+        elif down is not None and not _equal(down.given, given):
+            raise NotFoundError(f"{(feed_forward or writer).path} changes what its {_last(down)} gives")
+        if mixture.is_outside:
+            feed_forward = None
 
         attention_norm = self._norm_of(projection.left, fed)
-        feed_forward_norm = self._norm_of(whole_feed_forward.left, fed)
-        attended = (attention_norm or projection).left
-        scales = self._scales(attended, (feed_forward_norm or whole_feed_forward).left)
+        feed_forward_norm = self._norm_of(given, fed)
+        attended = (attention_norm or projection).given
+        scales = self._scales(attended, feed_forward_norm.given if feed_forward_norm else given)
         reader = feed_forward or next(call for call in fed if _is_linear(call))
         return {
             "attention": self._name(attention),
             "output_projection": self._name(projection),
             "down_projection": None if experts else self._name(down),
             "experts": self._name(experts),
-            "shared_down_projection": self._name(down) if experts else None,
+            "shared_down_projection": self._name(mixture.shared),
+            "shared_gate": self._name(mixture.gate),
+            "expert_scale": mixture.scale if experts else None,
             "post_norm": self._name(feed_forward_norm),
             "post_attention_norm": self._name(attention_norm),
             "feed_forward": self._name(feed_forward),
@@ -261,17 +308,43 @@ class _Block:
         if not _equal(read, heads):
             raise NotFoundError(f"{self._name(projection)} reads something else than the heads of attention, in order")
 
-    def _check_feed_forward(self, feed_forward: Call, experts: Call | None, down: Call | None) -> None:
-        """What the feed-forward gives is what its neurons write: the down projection, or experts and a shared one."""
-        if experts is None:
-            if down is not None and not _equal(down.left, feed_forward.left):
-                raise NotFoundError(f"{feed_forward.path} changes what its {down.path.rpartition('.')[2]} gives")
-            return
-        written = _plain(experts.left)
-        if down is not None and down.left.numel() == len(written):
-            written = written + _plain(down.left)
-        if not _equal(written, feed_forward.left, experts.left.dtype):
-            raise NotFoundError(f"{feed_forward.path} gives something else than the sum of its experts")
+    def _mixture(
+        self, experts: Call, feed_forward: Call | None, down: Call | None, fed: list[Call]
+    ) -> tuple[Tensor, _Mixture]:
+        """What a feed-forward of experts gives, and how: `scale` times what their neurons write, and what a shared
+        expert writes, which may have a gate."""
+        assert experts.routing is not None
+        name = type(experts.module).__name__
+        routed = given_by_experts(experts.left, experts.routing)
+        if not _equal(written_by_experts(experts.module, experts.routing), routed, routed.dtype):
+            raise NotFoundError(f"what its {name} give is not what their neurons write, times the routing weights")
+        whole = feed_forward or experts
+        shared = down if down is not None and down.left.numel() == whole.left.numel() else None
+        if shared is None:
+            return whole.left, _Mixture(scale=self._expert_scale(routed, whole))
+        if not _is_within(shared.path, whole.path):
+            # The block itself adds the shared expert to what the others give.
+            mixture = _Mixture(scale=self._expert_scale(routed, whole), shared=shared, is_outside=True)
+            return whole.left + shared.given.view_as(whole.left), mixture
+        gates = [call for call in fed if _is_linear(call) and call.left.shape[-1] == 1]
+        for gate in (None, *gates):
+            written = shared.given.reshape(routed.shape)
+            if gate is not None:
+                written = written * gate.left.reshape(-1, 1).sigmoid()
+            columns = torch.stack([_plain(routed), _plain(written)], dim=1)
+            fitted = torch.linalg.lstsq(columns, _plain(whole.left)[:, None]).solution.flatten()
+            for scale in (1.0, float(fitted[0])):
+                if _equal(whole.left, columns @ fitted.new_tensor([scale, 1.0]), routed.dtype):
+                    return whole.left, _Mixture(scale=scale, shared=shared, gate=gate)
+        raise NotFoundError(f"{whole.path} gives something else than the sum of its experts")
+
+    def _expert_scale(self, routed: Tensor, whole: Call) -> float:
+        """What a feed-forward multiplies the sum of its experts by, where there is no shared one."""
+        routed_N, given_N = _plain(routed), _plain(whole.left)
+        for scale in (1.0, float(routed_N @ given_N / routed_N.square().sum().clamp(min=1e-30))):
+            if _equal(given_N, scale * routed_N, routed.dtype):
+                return scale
+        raise NotFoundError(f"{whole.path} gives something else than the sum of its experts")
 
     def _scales(self, attended: Tensor, written: Tensor) -> tuple[float, float]:
         """What attention and feed-forward are multiplied by where they are added to the residual stream; refuses a
@@ -317,6 +390,8 @@ def _record(decoder: nn.Module) -> tuple[list[Call], list[Call]]:
                 return
             state = args[0] if args else kwargs.get("hidden_states")
             call = Call(path, module, len(calls), state_in=state if isinstance(state, Tensor) else None)
+            if is_experts(module):
+                call.routing = routing_of(module, args, kwargs)
             calls.append(call)
             running.append(call)
 
@@ -326,7 +401,10 @@ def _record(decoder: nn.Module) -> tuple[list[Call], list[Call]]:
         if threading.get_ident() != thread:
             return
         state = output[0] if isinstance(output, tuple) else output
-        running.pop().state_out = state if isinstance(state, Tensor) else None
+        call = running.pop()
+        call.state_out = state if isinstance(state, Tensor) else None
+        if call.state_out is not None and next(module.children(), None) is None and _has_parameters(call):
+            call.copied_out = call.state_out.clone()
 
     with ExitStack() as stack:
         for path, module in decoder.named_modules():
@@ -401,10 +479,9 @@ def _is_linear(call: Call) -> bool:
     return isinstance(call.module, nn.Linear) or type(call.module).__name__ == "Conv1D"
 
 
-def _is_experts(call: Call) -> bool:
-    """Whether a module keeps the experts of a layer as 3-D parameters."""
-    down = getattr(call.module, "down_proj", None)
-    return isinstance(down, Tensor) and down.ndim == 3
+def _last(call: Call) -> str:
+    """The last part of a module's path."""
+    return call.path.rpartition(".")[2]
 
 
 def _is_activation(call: Call) -> bool:

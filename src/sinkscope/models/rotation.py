@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, anatomy_of, is_transposed
+from sinkscope.models.experts import is_transposed as experts_are_transposed
 from sinkscope.models.loaded import Model, bare_model
 from sinkscope.models.weights import check_in_memory
 
@@ -151,7 +152,7 @@ def _readers(model: Any, norms: list[Any], ids: Tensor) -> tuple[dict[Any, list[
 def _reading_weights(reader: Any) -> Iterator[tuple[Tensor, int]]:
     """(weight, the axis along which it reads the stream)."""
     if hasattr(reader, "gate_up_proj"):
-        yield reader.gate_up_proj, 1 if reader.is_transposed else 2
+        yield reader.gate_up_proj, 1 if experts_are_transposed(reader) else 2
     elif is_transposed(reader):
         yield reader.weight, 0
     elif isinstance(getattr(reader, "weight", None), nn.Parameter) and reader.weight.ndim == 2:
@@ -175,7 +176,7 @@ def _writing_weights(anatomy: Anatomy) -> Iterator[tuple[Tensor, int]]:
             if part.bias is not None:
                 yield part.bias, 0
         if layer.experts is not None:
-            yield layer.experts.down_proj, 2 if layer.experts.is_transposed else 1
+            yield layer.experts.down_proj, 2 if experts_are_transposed(layer.experts) else 1
             if (bias := getattr(layer.experts, "down_proj_bias", None)) is not None:
                 yield bias, 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -129,3 +130,15 @@ def each_weight(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if parameter.is_meta:
                 raise InputError(f"{name} is on the meta device and has no values. Load the weights first.")
             yield name, parameter.detach()
+
+
+def held(module: Any, name: str) -> Tensor:
+    """The whole values of a module's parameter, also where it is sharded over processes, or where accelerate keeps it
+    on the CPU or on disk between passes."""
+    parameter = getattr(module, name)
+    if not parameter.is_meta:
+        return whole(parameter.detach())
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module):
+        return getattr(module, name).detach()

@@ -3,7 +3,8 @@
 The activations of a dense layer are kept by reference until the layer ends. Experts compute theirs inside one function,
 where no hook sees them. So their input and routing are kept, and neurons are computed again when they are needed: for
 a few tokens, or one expert after the other.
-The activation of a routed neuron includes its routing weight, since that is what it writes.
+The activation of a routed neuron includes its routing weight, and that of a shared one the gate of the shared expert,
+since that is what it writes.
 Axes: N tokens (sequence by sequence), U neurons of the layer (experts in order, the shared one last), F neurons of one
 expert, E width.
 """
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from sinkscope.kernels.token_statistics import weighted_largest
-from sinkscope.models.anatomy import SHARED_EXPERT, AnyModule, Layer, held
+from sinkscope.models.anatomy import SHARED_EXPERT, Layer
+from sinkscope.models.experts import Routing, expert_neurons, routing_of
 from sinkscope.tracing.open_interventions import expert_changes
 from sinkscope.tracing.single_reader import in_this_thread
 
@@ -43,9 +45,9 @@ class LayerNeurons:
         """Drops the layer's activations."""
         self.dense_NF: Tensor | None = None
         self.shared_NF: Tensor | None = None
-        """Of the shared expert."""
-        self.routed: tuple[Tensor, Tensor, Tensor] | None = None
-        """The experts' input [N, E], and of each token the chosen experts [N, k] and their routing weights [N, k]."""
+        """Of the shared expert, before its gate."""
+        self.shared_gate_N1: Tensor | None = None
+        self.routed: Routing | None = None
         self.write_scale_N: Tensor | None = None
         """1 / rms, by which a post-norm multiplies each token's write, beside its gain."""
 
@@ -56,6 +58,8 @@ class LayerNeurons:
             handles.append(layer.down_projection.register_forward_pre_hook(in_this_thread(self._keep_dense)))
         if layer.shared_down_projection is not None:
             handles.append(layer.shared_down_projection.register_forward_pre_hook(in_this_thread(self._keep_shared)))
+        if layer.shared_gate is not None:
+            handles.append(layer.shared_gate.register_forward_hook(in_this_thread(self._keep_shared_gate)))
         if layer.experts is not None:
             handles.append(layer.experts.register_forward_pre_hook(in_this_thread(self.keep_routed), with_kwargs=True))
         if layer.post_norm is not None:
@@ -68,9 +72,12 @@ class LayerNeurons:
     def _keep_shared(self, module, args) -> None:
         self.shared_NF = args[0].flatten(0, -2)
 
+    def _keep_shared_gate(self, module, args, output) -> None:
+        self.shared_gate_N1 = output.flatten(0, -2).sigmoid()
+
     def keep_routed(self, module, args, kwargs) -> None:
-        # Experts are called with (hidden states, chosen experts, routing weights), by position or by name.
-        self.routed = tuple([*args, *kwargs.values()][:3])  # type: ignore[assignment]
+        """Keeps what experts are called with."""
+        self.routed = routing_of(module, args, kwargs)
 
     def _keep_write_scale(self, module, args, output) -> None:
         # The norm returns gain * x / rms(x). Projecting its output on gain * x gives 1 / rms(x) without knowing its
@@ -90,14 +97,14 @@ class LayerNeurons:
         if self.dense_NF is not None:
             return NeuronWrites(*weighted_largest(self._written(self.dense_NF), norms[0]))
         assert self.routed is not None
-        hidden_NE = self.routed[0]
-        dtype = torch.promote_types(hidden_NE.dtype, torch.float32)
-        largest = torch.zeros(hidden_NE.shape[0], dtype=dtype, device=hidden_NE.device)
-        largest_at = torch.zeros(hidden_NE.shape[0], dtype=torch.long, device=hidden_NE.device)
+        states, num_tokens = self.routed.states, self.routed.num_tokens
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        largest = torch.zeros(num_tokens, dtype=dtype, device=states.device)
+        largest_at = torch.zeros(num_tokens, dtype=torch.long, device=states.device)
         energies, first_neuron = [], 0
         for (expert, weight), norm in zip(self.layer.down_weights(), norms, strict=True):
             if expert == SHARED_EXPERT:
-                tokens, neurons = torch.arange(len(largest), device=largest.device), self.shared_NF
+                tokens, neurons = torch.arange(len(largest), device=largest.device), self._gated_shared()
             else:
                 tokens = self._uses(expert).nonzero().squeeze(-1)
                 neurons = self._expert_neurons(expert, tokens)
@@ -118,7 +125,7 @@ class LayerNeurons:
         groups = []
         for expert, weight in self.layer.down_weights():
             if expert == SHARED_EXPERT:
-                groups.append(self.shared_NF[tokens_n].float())  # type: ignore[index]
+                groups.append(self._gated_shared()[tokens_n].float())
                 continue
             group = torch.zeros(len(tokens_n), weight.shape[1], device=weight.device)
             hit = self._uses(expert)[tokens_n].nonzero().squeeze(-1)
@@ -145,23 +152,29 @@ class LayerNeurons:
 
     def values(self, expert: int | None, neurons: Tensor) -> Tensor:
         """[N, n] float32 activations of some neurons of one group at every token."""
-        kept = {None: self.dense_NF, SHARED_EXPERT: self.shared_NF}
-        if expert in kept:
-            neurons_NF = kept[expert]
-            assert neurons_NF is not None
-            return neurons_NF[:, neurons].float()
+        if expert is None:
+            assert self.dense_NF is not None
+            return self.dense_NF[:, neurons].float()
+        if expert == SHARED_EXPERT:
+            return self._gated_shared()[:, neurons].float()
         assert self.routed is not None
-        values = torch.zeros(self.routed[0].shape[0], len(neurons), device=self.routed[0].device)
+        values = torch.zeros(self.routed.num_tokens, len(neurons), device=self.routed.states.device)
         hit = self._uses(expert).nonzero().squeeze(-1)
         values[hit] = self._expert_neurons(expert, hit)[:, neurons].float()
         return values
+
+    def _gated_shared(self) -> Tensor:
+        """[N, F] activations of the shared expert's neurons, times its gate where it has one."""
+        assert self.shared_NF is not None
+        return self.shared_NF if self.shared_gate_N1 is None else self.shared_NF * self.shared_gate_N1
 
     def _uses(self, expert: int | None) -> Tensor:
         """[N] whether an expert's neurons may be other than 0 at a token: at those routed to it, or at all tokens if an
         intervention changes the expert."""
         assert self.routed is not None
+        assert expert is not None
         is_changed = any(change.expert == expert for change in expert_changes(self.layer.experts))
-        routed_N = (self.routed[1] == expert).any(-1)
+        routed_N = self.routed.is_routed_to(expert)
         return torch.ones_like(routed_N) if is_changed else routed_N
 
     def _expert_neurons(self, expert: int | None, tokens_n: Tensor) -> Tensor:
@@ -171,7 +184,7 @@ class LayerNeurons:
         if not changes:
             return self._routed_neurons(expert, tokens_n)
         # An intervention may look at all tokens, such as the one whose values it transplants.
-        neurons_NF = self._routed_neurons(expert, torch.arange(self.routed[0].shape[0], device=tokens_n.device))
+        neurons_NF = self._routed_neurons(expert, torch.arange(self.routed.num_tokens, device=tokens_n.device))
         for change in changes:
             chosen = torch.tensor(change.neurons, device=tokens_n.device)
             neurons_NF[:, chosen] = change.new_values(neurons_NF[:, chosen])
@@ -181,12 +194,6 @@ class LayerNeurons:
         """[n, F] activations of one expert's neurons times its routing weight: 0 at tokens not routed to it."""
         assert self.routed is not None
         assert expert is not None
-        hidden_NE, index_Nk, weight_Nk = self.routed
-        experts: AnyModule = self.layer.experts
-        chosen = hidden_NE[tokens_n]
-        projection = held(experts, "gate_up_proj")[expert]
-        gate_up = chosen @ (projection if experts.is_transposed else projection.T)
-        if experts.has_bias:
-            gate_up = gate_up + held(experts, "gate_up_proj_bias")[expert]
-        routing = (weight_Nk[tokens_n] * (index_Nk[tokens_n] == expert)).sum(-1, keepdim=True)
-        return experts._apply_gate(gate_up) * routing.to(gate_up.dtype)
+        neurons_nF = expert_neurons(self.layer.experts, expert, self.routed.states_of(expert, tokens_n))
+        routing_n1 = self.routed.weights_of(expert, tokens_n) * self.layer.expert_scale
+        return neurons_nF * routing_n1.to(neurons_nF.dtype)
