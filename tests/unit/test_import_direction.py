@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -42,6 +43,14 @@ MEASURES_MAY_IMPORT = set(sys.stdlib_module_names) | {"torch", "jaxtyping"}
 
 def test_the_package_keeps_the_direction():
     assert violations(SOURCE) == []
+
+
+def test_a_room_says_what_is_in_which_of_its_files():
+    for guide in SOURCE.glob("*/__init__.py"):
+        named = set(re.findall(r"\w+\.py\b", guide.read_text(encoding="utf-8")))
+        assert named, f"{guide.parent.name}/__init__.py names no file"
+        files = {path.name for path in guide.parent.glob("*.py")} | {path.name for path in SOURCE.glob("*.py")}
+        assert named <= files, f"{guide.parent.name}/__init__.py names files that are not there"
 
 
 def test_measures_import_torch_only():

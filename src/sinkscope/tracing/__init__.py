@@ -6,7 +6,8 @@
     observables.py    what to record: each Observable names its hook point, its value, and a reducer of reducers.py
     hooks.py          opens hooks on every layer and shows each running layer, a LayerCall, to the observables; what
                       a block is called with and returns is read by block_states.py
-    attention_hook.py hands queries, keys and values to attention.py, which computes attention and what is read of it
+    attention_hook.py hands queries, keys and values to attention.py, which computes attention, in tiles (tiles.py),
+                      and what is read of it
     layer_call.py     what a layer holds at each hook point; uses layer_neurons.py, lock.py and attention_rule.py
     findings.py       what the recording shows: sinks, massive dimensions and, with super_neurons.py, who writes them
     sequences.py      the sinks of each single text; tables.py and schemas.py: all of it as the columns of tables
