@@ -87,11 +87,10 @@ def _with_distinct_labels(runs: Sequence[Run]) -> list[Run]:
             result.append(run)
             continue
         facts = [_facts(other) for other in same_label]
-        differing = [index for index in range(len(DISTINGUISHING)) if len({values[index] for values in facts}) > 1]
         entries = []
-        for index in differing:
-            name = DISTINGUISHING[index]
-            entries.append(f"{LABELS.get(name, name)} {_facts(run)[index][:8]}")
+        for name, value, values in zip(DISTINGUISHING, _facts(run), zip(*facts, strict=True), strict=True):
+            if len(set(values)) > 1:
+                entries.append(f"{LABELS.get(name, name)} {value[:8]}")
         if facts.count(_facts(run)) > 1:
             entries.append(f"in {folder}")
         result.append(replace(run, given_label=", ".join([run.label, *entries])))
@@ -242,11 +241,11 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
         ("effective_rank", "Effective rank", "Of up to 1,024 tokens.", False),
     )
     for column, title, caption, logarithmic in by_layer:
-        series = [
-            (name, run.tables["layers"]["layer"], run.tables["layers"][column], look)
-            for name, run, look in named
-            if any(value is not None for value in run.tables["layers"][column])
-        ]
+        series = []
+        for name, run, look in named:
+            layers = run.tables["layers"]
+            if any(value is not None for value in layers[column]):
+                series.append((name, layers["layer"], layers[column], look))
         if series:
             id = f"layers-{column.replace('_', '-')}"  # training runs on the same page have an effective rank too
             figures.append(_overlay(id, title, caption, ("layers",), series, "layer", logarithmic=logarithmic))
@@ -255,8 +254,8 @@ def _reading_figures(runs: Labelled) -> list[Figure]:
         targets = {row["target"] for row in run.rows("rates", condition="amplify_variance")} - {None}
         for target in sorted(targets)[:1]:
             curve = dose_curve(run, "amplify_variance", target)
-            x, y = ([row[column] for row in curve] for column in ("factor", "rate"))
-            doses.append((f"{name} @{target}", x, y, look))
+            factors, rates_at_target = [row["factor"] for row in curve], [row["rate"] for row in curve]
+            doses.append((f"{name} @{target}", factors, rates_at_target, look))
     if doses:
         caption = "Sink rate at the target by factor of amplification; the first target of each run."
         figures.append(_overlay("dose", "Dose and response", caption, ("rates",), doses, "factor"))

@@ -76,12 +76,8 @@ def from_trace(trace: Trace, before: TextResult | None = None) -> TextResult:
     too."""
     recording, findings = trace.recording, trace.findings
     received_LHT = recording["received"].double().numpy()
-    neurons = _from_the_first(
-        [{name: getattr(neuron, name) for name in NEURON_COLUMNS} for neuron in findings.super_neurons]
-    )
-    dimensions = _strongest_layers(
-        [{name: getattr(dimension, name) for name in MASSIVE} for dimension in findings.massive]
-    )
+    neurons = _from_the_first([_fields(neuron, NEURON_COLUMNS) for neuron in findings.super_neurons])
+    dimensions = _strongest_layers([_fields(dimension, MASSIVE) for dimension in findings.massive])
     unlisted: dict[str, list[Mapping[str, Any]]] = {"neurons": [], "dimensions": []}
     if before is not None:
         for row in _missing(before.neurons, neurons, NEURON):
@@ -106,6 +102,10 @@ def from_trace(trace: Trace, before: TextResult | None = None) -> TextResult:
         dimensions=dimensions,
         unlisted=unlisted,
     )
+
+
+def _fields(record: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def from_run(folder: Path) -> TextResult:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -97,8 +97,8 @@ class Fingerprint(Result):
     @property
     def story(self) -> str:
         """The result in a sentence."""
-        counts = {verdict: sum(pair.verdict == verdict for pair in self.pairs) for verdict in get_args(Verdict)}
-        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        counts = Counter(pair.verdict for pair in self.pairs)
+        verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if verdict in counts)
         if len(self.pairs) > 1:
             return f"Of {len(self.pairs)} pairs: {verdicts}."
         (pair,) = self.pairs

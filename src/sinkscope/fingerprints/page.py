@@ -22,17 +22,11 @@ def write_page(run: Run, destination: Path) -> None:
     tables, summary, inputs = run.tables, run.summary, run.summary["inputs"]
     title = "Origins of " + ", ".join(model["name"] for model in summary["models"][:4])
     circumstances = f"{inputs['num_sequences']} sequences of {inputs['length']} ids below {inputs['vocabulary']}"
-    pairs = [
-        (
-            pair["base"],
-            pair["suspect"],
-            pair["verdict"],
-            _value(pair["effect"]),
-            "" if _value(pair["low"]) is None else interval(pair["low"], pair["high"]),
-            *(_value(pair[name]) for name in ("z", "p", "q", "unrelated_z")),
-        )
-        for pair in sorted(rows_where(tables["pairs"]), key=_by_z)
-    ]
+    pairs = []
+    for pair in sorted(rows_where(tables["pairs"]), key=_by_z):
+        low_to_high = "" if _value(pair["low"]) is None else interval(pair["low"], pair["high"])
+        numbers = [_value(pair[name]) for name in ("z", "p", "q", "unrelated_z")]
+        pairs.append((pair["base"], pair["suspect"], pair["verdict"], _value(pair["effect"]), low_to_high, *numbers))
     unrelated = [
         (row["model"], row["unrelated"], _value(row["effect"]), _value(row["z"]))
         for row in rows_where(tables["unrelated"])

@@ -214,9 +214,8 @@ def sign(
         if progress is not None:
             progress(min(start + size, inputs.num_sequences), inputs.num_sequences)
     batches = [batch for share in processes.gathered(batches) for batch in share]
-    states, embeddings = (
-        torch.from_numpy(np.concatenate([batch[name] for batch in batches])) for name in ("states", "embeddings")
-    )
+    states = torch.from_numpy(np.concatenate([batch["states"] for batch in batches]))
+    embeddings = torch.from_numpy(np.concatenate([batch["embeddings"] for batch in batches]))
     if not torch.isfinite(states).all():
         raise overflow(loaded.model, f"in what leaves the last layer of {loaded.name}, at the last position")
     return Signature(

@@ -37,7 +37,7 @@ from sinkscope.tracing.restored import restored
 from sinkscope.tracing.single_reader import everything_eager, single_reader
 
 Acted = Callable[[int], None]
-"""Notes that an intervention acted in a layer."""
+"""Records that an intervention acted in a layer."""
 Indices = tuple[int, ...] | None
 """Some of them, or None for all."""
 

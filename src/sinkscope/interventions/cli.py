@@ -87,10 +87,10 @@ def show(result: InterventionResult, path: Path) -> None:
     from sinkscope.pages.terminal import Terminal
 
     out, texts = Terminal(), position_texts(result.summary)
-    rows = [
-        (quantity, f"{position} {texts.get(position, '')}".strip(), *(f"{value:.4g}" for value in values))
-        for quantity, position, *values in zip(*result.tables["means"].values(), strict=True)
-    ]
+    rows = []
+    for quantity, position, *values in zip(*result.tables["means"].values(), strict=True):
+        name = f"{position} {texts.get(position, '')}".strip()
+        rows.append((quantity, name, *(f"{value:.4g}" for value in values)))
     columns = ("quantity", "position", "before", "after", "control")
     out.table("means over layers", columns, rows, limit=len(rows))
     for arm in ("before", "after", "control"):

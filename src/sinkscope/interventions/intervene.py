@@ -59,15 +59,14 @@ class InterventionResult(Result):
     @cached_property
     def observables(self) -> list[dict[str, Tensor]]:
         """[L, T] by name, of each arm; no sink rate of a key with too few later queries to be one."""
-        length = self.before.recording.batch.length
-        return [
-            {
-                "sink_rate": recording["head_sink_rate"].mean(1).where(eligible_positions(length), float("nan")),
-                "received": recording["received"].mean(1),
-                **recording.by_position,
-            }
-            for recording in (getattr(self, arm).recording for arm in ARMS)
-        ]
+        eligible_T = eligible_positions(self.before.recording.batch.length)
+        by_arm = []
+        for arm in (self.before, self.after, self.control):
+            recording = arm.recording
+            sink_rate_LT = recording["head_sink_rate"].mean(1).where(eligible_T, float("nan"))
+            received_LT = recording["received"].mean(1)
+            by_arm.append({"sink_rate": sink_rate_LT, "received": received_LT, **recording.by_position})
+        return by_arm
 
     @cached_property
     def listed_positions(self) -> list[int]:

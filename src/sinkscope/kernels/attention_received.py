@@ -166,7 +166,7 @@ def reason_not_to_run(query: Tensor) -> str | None:
 
 
 def _check(query: Tensor, key: Tensor, lse: Tensor, window: int | None) -> torch.Size:
-    """The shape of the query, after every property that the kernels rely on was found to hold."""
+    """The shape of the query, once it is checked that every property holds that the kernels rely on."""
     reason = reason_not_to_run(query)
     if reason is not None:
         raise InputError(f"The Triton kernels cannot read this tensor: {reason}. Use the tiled torch path.")
@@ -303,7 +303,7 @@ def _received_kernel(
                 query_TD = tl.load(tile, mask=(t[:, None] < length) & (d[None, :] < D), other=0.0)
                 lse_T = tl.load(lse + t, mask=t < length, other=0.0)
             product_TS = _product(query_TD, key_DS, INTERPRETED)
-            log_TS = product_TS * scale_log2 - (lse_T * 1.4426950408889634)[:, None]
+            log_TS = product_TS * scale_log2 - (lse_T * 1.4426950408889634)[:, None]  # 1 / ln 2: to base 2
             if stretch != 1:
                 # A finite stand-in for minus infinity: a * log a below must come out as zero, not nan.
                 distance = t[:, None] - s[None, :]
@@ -315,7 +315,7 @@ def _received_kernel(
             sums += tl.sum(tl.reshape(a_TS, [BLOCK_T // 16, 2, 8, BLOCK_S]), 1)
             # One relaxed add per row and tile: nothing reads the buffers before the kernel ends.
             square_TS = a_TS * a_TS
-            entropy_T = tl.sum(a_TS * log_TS, 1) * -0.6931471805599453
+            entropy_T = tl.sum(a_TS * log_TS, 1) * -0.6931471805599453  # -ln 2: back to nats
             tl.atomic_add(entropy + t, entropy_T, mask=t < length, sem="relaxed")
             tl.atomic_add(mixing + t, tl.sum(square_TS, 1), mask=t < length, sem="relaxed")
             if WEIGHTS:

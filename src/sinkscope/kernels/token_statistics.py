@@ -34,7 +34,7 @@ class TokenStatistics(NamedTuple):
 
 
 class WeightedLargest(NamedTuple):
-    """What is wanted of neurons, whose output vectors weigh them."""
+    """The statistics of neurons. Each is weighed by the length of its output vector."""
 
     largest: Tensor  # [N] max |x| * weight
     largest_at: Tensor  # [N] its first channel

@@ -98,10 +98,7 @@ def _lines(weight: Tensor) -> list[Tensor]:
     middle = [size // 2 for size in weight.shape]
     if weight.ndim < 2:
         return [weight.reshape(-1)]
-    return [
-        weight[tuple(slice(None) if other == axis else middle[other] for other in range(weight.ndim))]
-        for axis in range(weight.ndim)
-    ]
+    return [weight[(*middle[:axis], slice(None), *middle[axis + 1 :])] for axis in range(weight.ndim)]
 
 
 def check_in_memory(model: nn.Module, purpose: str) -> None:

@@ -88,10 +88,10 @@ def _draw(axes: Axes, figure: Figure) -> None:
     axes.set_title(_plain(figure.title), fontsize=10, parse_math=False, pad=16 if is_above else None)
     bars = [trace for trace in figure.traces if trace["type"] == "bar"]
     # Names in their order; those that the layout does not order come as the series bring them.
-    orders = [
-        {name: place for place, name in enumerate(figure.layout.get(axis, {}).get("categoryarray", ()))}
-        for axis in ("xaxis", "yaxis")
-    ]
+    orders = []
+    for axis in ("xaxis", "yaxis"):
+        names_in_order = figure.layout.get(axis, {}).get("categoryarray", ())
+        orders.append({name: place for place, name in enumerate(names_in_order)})
     for trace in figure.traces:
         if trace["type"] == "heatmap":
             _heat_map(axes, trace)
@@ -160,25 +160,27 @@ def _series(axes: Axes, trace: dict[str, Any], orders: list[dict[str, int]]) -> 
     """A curve or points, with error bars. A name along an axis is drawn at its place in that axis's order; one that the
     order lacks is added to it."""
     mode, line, marker = trace["mode"], trace.get("line", {}), trace.get("marker", {})
-    symbol = marker.get("symbol", "circle")
-    errors = {}
-    for name in ("x", "y"):
+    errors, places = {}, {}
+    for name, order in zip(("x", "y"), orders, strict=True):
         if ends := trace.get(f"error_{name}"):
-            errors[f"{name}err"] = [[max(0.0, _known(end)) for end in ends[side]] for side in ("arrayminus", "array")]
-    places = {
-        name: [
-            order.setdefault(place, len(order)) if isinstance(place, str) else _known(place, math.nan)
-            for place in trace[name]
-        ]
-        for name, order in zip(("x", "y"), orders, strict=True)
-    }
+            below, above = ends["arrayminus"], ends["array"]
+            # An interval need not hold its estimate, and matplotlib refuses an error below 0.
+            errors[f"{name}err"] = [[max(0.0, _number(end)) for end in side] for side in (below, above)]
+        places[name] = []
+        for place in trace[name]:
+            is_name = isinstance(place, str)
+            places[name].append(order.setdefault(place, len(order)) if is_name else _number(place, math.nan))
+    marker_sign = ""
+    if "markers" in mode:
+        symbol = marker.get("symbol", "circle")  # one for all points, or one for each
+        marker_sign = MARKERS.get(symbol if isinstance(symbol, str) else symbol[0], "x")
     axes.errorbar(
         **places,
         **errors,
         color=_colour(line.get("color", marker.get("color", "var(--muted)"))),
         linestyle=DASHES.get(line.get("dash", "solid"), "-") if "lines" in mode else "none",
         drawstyle="steps-post" if line.get("shape") == "hv" else "default",
-        marker=(MARKERS.get(symbol if isinstance(symbol, str) else symbol[0], "x") if "markers" in mode else ""),
+        marker=marker_sign,
         markersize=3.5,
         lw=1.2,
         capsize=2,
@@ -190,7 +192,7 @@ def _bars(axes: Axes, trace: dict[str, Any], index: int, count: int) -> None:
     """The bars of one series of `count`, side by side within 0.8 of each name's place."""
     names = [_plain(name) for name in trace["x"]]
     places = [place + 0.8 * ((index + 0.5) / count - 0.5) for place in range(len(names))]
-    heights = [_known(value) for value in trace["y"]]
+    heights = [_number(value) for value in trace["y"]]
     axes.bar(places, heights, 0.8 / count, color=f"C{index}", label=_plain(trace.get("name", "")))
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
 
@@ -226,5 +228,5 @@ def _colour(name: str) -> str:
     return COLOURS.get(name, "gray")
 
 
-def _known(value: float | None, otherwise: float = 0.0) -> float:
+def _number(value: float | None, otherwise: float = 0.0) -> float:
     return otherwise if value is None else value

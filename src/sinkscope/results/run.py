@@ -159,11 +159,12 @@ def _schemas(kind: Kind, columns: Mapping[str, Collection[str]] | None, folder: 
     schemas = [s for s in kind.schemas if not s.of_texts or (folder / f"{s.name}.parquet").is_file()]
     if columns is None:
         return tuple(schemas)
-    return tuple(
-        replace(schema, columns=tuple(column for column in schema.columns if column.name in columns[schema.name]))
-        for schema in schemas
-        if schema.name in columns
-    )
+    selected = []
+    for schema in schemas:
+        if schema.name in columns:
+            names = columns[schema.name]
+            selected.append(replace(schema, columns=tuple(c for c in schema.columns if c.name in names)))
+    return tuple(selected)
 
 
 def _table(folder: Path, schema: Schema, sizes: Mapping[str, int]) -> Table:

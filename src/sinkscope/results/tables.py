@@ -193,7 +193,8 @@ def _checked_column(where: str, column: Column, values: Sequence | np.ndarray) -
             raise ValueError(f"column {where} holds values of type {names}, not {column.type}")
         if type(None) in types:
             nulls = np.fromiter((item is None for item in items), bool, len(items))
-            items = [dtype() if item is None else item for item in items] if dtype is not object else items
+            if dtype is not object:
+                items = [dtype() if item is None else item for item in items]
         # Strings stay objects: a numpy string array drops a NUL at the end of a token, and pads to the longest row.
         array = np.empty(len(items), dtype=dtype)
         try:
