@@ -9,7 +9,8 @@
     attention_hook.py hands queries, keys and values to attention.py, which computes attention, in tiles (tiles.py),
                       and what is read of it
     layer_call.py     what a layer holds at each hook point; uses layer_neurons.py, lock.py and attention_rule.py
-    findings.py       what the recording shows: sinks, massive dimensions and, with super_neurons.py, who writes them
+    findings.py       what the recording shows: sinks, massive dimensions (disparity.py: from layer to
+                      layer) and, with super_neurons.py, who writes them
     sequences.py      the sinks of each single text; tables.py and schemas.py: all of it as the columns of tables
     page.py, cli.py   the page (with figures.py, maps.py, picture.py) and the command
 
