@@ -12,7 +12,7 @@
   much as the intervention and leaves out what the chain says matters: a mask hides the token from itself instead of all
   others, amplification shifts the mean and leaves the variance, as in a study, and other interventions on the
   aggregation scale it whole; neurons are matched random ones. Where nothing of the kind exists, it is the baseline. One
-  that moves elsewhere leaves out what any other request acts on: `Setting.free_positions`, `Setting.neurons`. Where no
+  that moves elsewhere leaves out what any other of them acts on: `Setting.free_positions`, `Setting.neurons`. Where no
   position is free it makes nothing, and is reported as nothing.
 
 torch is imported only when something is made, since the command line reads the table for its help.
@@ -49,13 +49,13 @@ class Setting:
     excluded: Sequence[Neuron]
     """Neurons of the chain, which a control must not take."""
     positions: Sequence[int] = ()
-    """The positions that any of the requested interventions acts on."""
+    """The positions that any of the interventions acts on."""
     neurons: Sequence[Neuron] = ()
     """The neurons that any of them acts on."""
 
     @property
     def free_positions(self) -> list[int]:
-        """Positions that no requested intervention acts on: a control that moves elsewhere takes one of these."""
+        """Positions that no intervention acts on: a control that moves elsewhere takes one of these."""
         return [position for position in range(self.batch.length) if position not in self.positions]
 
 
