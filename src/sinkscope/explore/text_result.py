@@ -90,7 +90,7 @@ def from_trace(trace: Trace, before: TextResult | None = None) -> TextResult:
     return TextResult(
         story=trace.story,
         strongest=findings.strongest[0],
-        tokens=[trace.token_text(token) for token in recording.batch.ids[0].tolist()],
+        tokens=[trace.token_text(token) for token in recording.batch.told_apart[0].tolist()],
         received_T=received_LHT.mean((0, 1)),
         sink_rate_T=_where_judged(recording.sink_rate.double().numpy()),
         by_position={

@@ -101,7 +101,7 @@ class InterventionResult(Result):
         if self.before.tokenizer is None or batch.num_sequences > 1:
             return []
         places = sorted({*range(min(batch.length, MOST_POSITIONS)), *self.listed_positions})
-        return [{"position": at, "text": self.before.token_text(int(batch.ids[0, at]))} for at in places]
+        return [{"position": at, "text": self.before.token_text(int(batch.told_apart[0, at]))} for at in places]
 
     @property
     def story(self) -> str:

@@ -189,6 +189,7 @@ def check_causal(config: Any, name: str) -> None:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     )
 
@@ -202,7 +203,9 @@ def check_causal(config: Any, name: str) -> None:
     elif getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
         kind = "a decoder with attention in both directions"
     # Code that comes with a checkpoint, or with a user's own model, is not in the mapping: its type is its own.
-    elif model_type in CONFIG_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    elif model_type in CONFIG_MAPPING and not any(
+        type(config) in mapping for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    ):
         kind = (
             None
             if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})

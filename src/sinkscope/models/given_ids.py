@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +24,20 @@ ABOUT_THE_TEXT = (
 """What may stand beside ids and changes no state of a model."""
 
 
-def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> TokenBatch:
+PIXELS = ("pixel_values", "pixel_values_videos")
+"""What images are given as, by the processor of a model that reads them."""
+
+
+def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None, with_images: bool = False) -> TokenBatch:
     """A batch of the caller's own ids: a tensor, lists of any lengths, or what a tokenizer returned.
 
     A single sequence may come without its batch axis. What the attention mask leaves out is padding, and is left out
     here. Positions count from 0. Other positions, and other inputs that would change the pass, are refused, because
-    they are not read. With a model, ids and length are checked against it.
+    they are not read. With a model, ids and length are checked against it. `with_images`: whether the caller reads
+    images; they, and all that the processor returned for them, are then kept beside the ids.
     """
+    if with_images and isinstance(ids, Mapping) and _reads_images(bare_model(model), ids):
+        return _with_images(ids, bare_model(model))
     if isinstance(ids, Mapping):
         if "input_ids" not in ids:
             raise InputError(
@@ -52,6 +61,32 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None) -> T
             _check_padding(rows, model)
         leading = found_leading(model, rows)
     return batch_of_rows(rows, kind="given", leading_ids=leading)
+
+
+def _reads_images(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether images are given, and the model reads images."""
+    read = inspect.signature(model.forward).parameters
+    return any(name in read and given.get(name) is not None for name in PIXELS)
+
+
+def _with_images(given: Mapping[str, Any], model: Any) -> TokenBatch:
+    """The batch of what a processor returned for texts with images; the model's own pass is given all of it."""
+    batch = given_batch(given["input_ids"], given.get("attention_mask"), model=model)
+    if batch.whole or batch.ids.numel() != torch.as_tensor(given["input_ids"]).numel():
+        raise InputError("Texts with images must have one length, without padding. Give one at a time.")
+    read = inspect.signature(model.forward).parameters
+    beside = {name: value for name, value in given.items() if name not in (*READ, *ABOUT_THE_TEXT)}
+    if unread := [name for name in beside if name not in read]:
+        raise InputError(f"{type(model).__name__} does not read `{unread[0]}`. Leave it out, or use its own processor.")
+    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    image_ids = [getattr(model.config, name) for name in names if hasattr(model.config, name)]
+    images = replace(batch, beside=beside, image_ids=tuple(number for number in image_ids if isinstance(number, int)))
+    if not images.image_tokens.any():
+        raise InputError(
+            "There are images, but no image tokens among the ids where they would stand. Pass what the model's "
+            "processor returns for a text that names its images."
+        )
+    return images
 
 
 def _as_rows(values: Any) -> list[Tensor]:

@@ -198,7 +198,7 @@ def quiet() -> Iterator[None]:
 
 def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
     """The model in a folder, dense if it was quantised, with its head-wise RMSNorm if it has one."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     check_no_adapter(folder, str(folder))
     config = causal_config(folder, name, options["trust_remote_code"])
@@ -210,7 +210,7 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
         INSTALL
         if quantised
         else "Fetch the checkpoint again; for lack of memory, give a smaller `dtype` or `device_map='auto'`.",
-        AutoModelForCausalLM.from_pretrained,
+        (AutoModelForImageTextToText if _reads_images(config) else AutoModelForCausalLM).from_pretrained,
         folder,
         config=config,
         dtype=dtype,
@@ -224,6 +224,19 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
         model = dense(model, name, dtype)
     load_head_norm(model, folder)
     return model
+
+
+def _reads_images(config: Any) -> bool:
+    """Whether a checkpoint is of a model that reads images too: one with no other causal head, or saved as such."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return False
+    saved_as: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or saved_as.__name__ in (config.architectures or ())
 
 
 def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: Any) -> LoadedModel:

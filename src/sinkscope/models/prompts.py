@@ -34,7 +34,7 @@ Tokens = TokenBatch | Tensor | str | Sequence[str] | Chat | Sequence[int] | Sequ
 """What a model can be given to read: a batch, a text, texts, chats, ids, or what a tokenizer returned."""
 
 
-def as_batch(loaded: LoadedModel, tokens: Tokens) -> TokenBatch:
+def as_batch(loaded: LoadedModel, tokens: Tokens, *, with_images: bool = False) -> TokenBatch:
     """Whatever a model can be given to read, as a batch that this model can read."""
     if isinstance(tokens, TokenBatch):  # checked, as it may have been made for another model
         for ids in (tokens.ids, *tokens.whole):
@@ -44,7 +44,7 @@ def as_batch(loaded: LoadedModel, tokens: Tokens) -> TokenBatch:
         return prompt_batch(loaded, [tokens])
     if isinstance(tokens, list | tuple) and tokens and (_is_chat(tokens) or all(map(_is_text, tokens))):
         return prompt_batch(loaded, tokens)  # type: ignore[arg-type]
-    return given_batch(tokens, model=loaded)
+    return given_batch(tokens, model=loaded, with_images=with_images)
 
 
 def prompt_batch(

@@ -7,8 +7,8 @@ B sequences, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -49,6 +49,10 @@ class TokenBatch:
     left_out: int | None = None
     """For random tokens: how many ids, beside special ones, are never drawn, since the tokenizer has no token for them
     or their embedding is zero or equal to another's."""
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the model is given beside ids where there are images: their pixels, and what says where they stand."""
+    image_ids: tuple[int, ...] = ()
+    """The ids in whose place image features stand; empty without images."""
 
     @property
     def bos(self) -> bool:
@@ -68,6 +72,17 @@ class TokenBatch:
         """Whether all sequences begin with the same token: position 0 then has no variance across the batch."""
         return bool((self.ids[:, 0] == self.ids[0, 0]).all())
 
+    @property
+    def image_tokens(self) -> Bool[Tensor, "B T"]:
+        """At which positions image features stand."""
+        return torch.isin(self.ids, torch.tensor(self.image_ids, dtype=self.ids.dtype))
+
+    @property
+    def told_apart(self) -> Int64[Tensor, "B T"]:
+        """The ids, with -1 - n in place of that of the n-th image token of a sequence, which all have one id."""
+        numbers_BT = self.image_tokens.long().cumsum(1) - 1
+        return torch.where(self.image_tokens, -1 - numbers_BT, self.ids)
+
     def describe(self) -> dict[str, Any]:
         """The entry `tokens` of summary.json."""
         return {
@@ -78,6 +93,7 @@ class TokenBatch:
             "bos": self.bos,
             **({"whole": [len(ids) for ids in self.whole]} if self.whole else {}),
             **({} if self.left_out is None else {"left_out": self.left_out}),
+            **({"image_tokens": int(self.image_tokens.sum())} if self.image_ids else {}),
         }
 
 

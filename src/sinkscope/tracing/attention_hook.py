@@ -328,10 +328,16 @@ def _mask(
     refused = None
     if attention_mask is not None and not bool(attention_mask.all()):
         refused = InputError("There is padding in the attention mask. Cut the sequences to one length.")
-    elif q_length != kv_length or q_offset or kv_offset or not _is_causal_window(mask_function, q_length, window):
+    elif (
+        q_length != kv_length
+        or q_offset
+        or kv_offset
+        or not _is_causal_window(mask_function, q_length, window)
+        or _sees_the_next(mask_function, batch_size, q_length)
+    ):
         refused = InputError(
             "Only a causal mask can be read, with or without a sliding window. This one is another (chunks, packed "
-            "sequences, a prefix or a cache): use a model or input without it."
+            "sequences, a prefix, image tokens that see one another, or a cache): use a model or input without it."
         )
     # Raised only where attention is called: of models that share a configuration, it isn't known here which one runs.
     return CausalMask(window, refused, plain)
@@ -350,6 +356,13 @@ def _is_causal_window(mask_function, length: int, window: int | None) -> bool:
     return bool(
         torch.equal(torch.as_tensor(mask_function(zero, zero, queries, keys)).expand_as(expected).cpu(), expected)
     )
+
+
+def _sees_the_next(mask_function, num_sequences: int, length: int) -> bool:
+    """Whether any query sees the key after it: tokens of an image that see one another are next to each other."""
+    sequences, zero = torch.arange(num_sequences)[:, None], torch.zeros((), dtype=torch.long)
+    queries = torch.arange(length - 1)[None, :]
+    return bool(torch.as_tensor(mask_function(sequences, zero, queries, queries + 1)).any())
 
 
 def _mask_by_marker(decoder: nn.Module, marker: Tensor):

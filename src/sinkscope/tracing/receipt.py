@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -19,8 +20,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from sinkscope import processes
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, anatomy_of, input_device, projection_weight
+from sinkscope.models.given_ids import PIXELS
 from sinkscope.models.loaded import LoadedModel, find_bos
 from sinkscope.models.sharded import is_sharded
 from sinkscope.tracing.attention import read_attention
@@ -173,6 +176,25 @@ def check_reading(model: nn.Module, anatomy: Anatomy) -> PassComparison:
     return comparison
 
 
+def check_images(model: nn.Module, anatomy: Anatomy, batch: TokenBatch) -> None:
+    """Refuses a batch with images on which the owner's pass and the pass that we read differ."""
+    if processes.count() > 1:
+        raise InputError("Texts with images are read by one process. Run it without torchrun.")
+    _compare(model, anatomy, batch.ids, batch.beside)
+
+
+def run_pass(model: Any, anatomy: Anatomy, ids_BT: Tensor, beside: Mapping[str, Any]) -> None:
+    """One pass over some ids: of the decoder alone, or of the whole model where images are given beside the ids."""
+    device = input_device(anatomy)
+    if not beside:
+        anatomy.decoder(input_ids=ids_BT.to(device), use_cache=False)
+        return
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in beside.items()}
+    dtype = next(model.parameters()).dtype
+    pixels = {name: moved[name].to(dtype) for name in PIXELS if isinstance(moved.get(name), Tensor)}
+    model(input_ids=ids_BT.to(device), **moved | pixels, use_cache=False, logits_to_keep=1)
+
+
 def states(model: nn.Module) -> tuple[str, ...]:
     """What is special about how a model runs, for the receipt: see `Receipt.states`."""
     device_type = next(model.parameters()).device.type
@@ -205,10 +227,13 @@ def _state_of_model(model: nn.Module, anatomy: Anatomy) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _compare(model: nn.Module, anatomy: Anatomy) -> PassComparison:
-    """Runs both passes on a few tokens and compares their final states; refuses a model in which they differ."""
-    started_at = time.perf_counter()
-    ids_BT = _probe_ids(model, anatomy)
+def _compare(
+    model: nn.Module, anatomy: Anatomy, ids_BT: Tensor | None = None, beside: Mapping[str, Any] | None = None
+) -> PassComparison:
+    """Runs both passes on a few tokens, or on given ones with images beside them, and compares their final states;
+    refuses a model in which they differ."""
+    started_at, beside = time.perf_counter(), beside or {}
+    ids_BT = _probe_ids(model, anatomy) if ids_BT is None else ids_BT
     dtypes: list[torch.dtype] = []
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
@@ -218,7 +243,10 @@ def _compare(model: nn.Module, anatomy: Anatomy) -> PassComparison:
 
     with suspend(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         with evaluation_mode(model), _final_state(anatomy) as owners_states:
-            model(ids_BT)
+            if beside:
+                run_pass(model, anatomy, ids_BT, beside)
+            else:
+                model(ids_BT)
         with (
             evaluation_mode(model),
             _final_state(anatomy) as read_states,
@@ -226,7 +254,7 @@ def _compare(model: nn.Module, anatomy: Anatomy) -> PassComparison:
             attention_hook(anatomy, attend),
         ):
             try:
-                anatomy.decoder(input_ids=ids_BT, use_cache=False)
+                run_pass(model, anatomy, ids_BT, beside)
             except (TypeError, AttributeError) as error:
                 # While it is read a mask is a CausalMask, which only attention knows what to do with.
                 if "CausalMask" not in str(error):

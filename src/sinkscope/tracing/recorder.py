@@ -31,7 +31,7 @@ from sinkscope.tracing.hooks import open_hooks
 from sinkscope.tracing.layer_call import LayerCall, Passing, SurveyResult, blame, pick_positions, with_received
 from sinkscope.tracing.observables import SURVEY, HookPoint, Observable
 from sinkscope.tracing.open_interventions import check_acted, check_chunks
-from sinkscope.tracing.receipt import PassComparison, check_reading
+from sinkscope.tracing.receipt import PassComparison, check_images, check_reading, run_pass
 from sinkscope.tracing.reducers import Cosine, Moments
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
 
@@ -245,6 +245,9 @@ def record(
     comparison = check_reading(loaded.model, anatomy)
     keys_S = _checked_keys(keys, batch.length, anatomy.context)
     started_at = time.perf_counter()
+    if batch.beside:
+        check_images(loaded.model, anatomy, batch)
+        chunk_tokens = batch.ids.numel()  # pixels are not told apart by sequence, so they cannot be cut
     ids_BT = processes.share(batch.ids)
     chunks = ids_BT.split(max(1, chunk_tokens // batch.length)) if len(ids_BT) else ()  # a process may have no share
     whole = processes.count() == 1 and len(chunks) == 1
@@ -257,7 +260,7 @@ def record(
         recorder = Recorder(anatomy, selected, keys=keys_S, survey=survey, several=several, joinable=not whole)
         for chunk in chunks:
             with without_autograd(loaded), evaluation_mode(loaded.model), recorder.listening(tuple(chunk.shape)):
-                anatomy.decoder(input_ids=chunk.to(input_device(anatomy)), use_cache=False)
+                run_pass(loaded.model, anatomy, chunk, batch.beside)
             check_acted(anatomy.decoder)
             done += 1
             if progress is not None:

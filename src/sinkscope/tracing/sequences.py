@@ -57,7 +57,7 @@ class Sequences:
     """What each key of each sequence receives: one tensor for each sequence, as long as it has recorded keys."""
 
     ids: Sequence[Tensor]
-    """The tokens, all of them."""
+    """The tokens, all of them; -1 - n for the n-th token of an image."""
     keys: Sequence[Tensor]
     """The positions of the recorded keys."""
     rates: Sequence[Tensor]
@@ -135,8 +135,8 @@ def _of_recording(recordings: Sequence[Recording], numbers: Sequence[Sequence[in
     by_number: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
     for recording, numbers_in_it in zip(recordings, numbers, strict=True):
         received_BS = recording[RECEIVED_BY_SEQUENCE.name].float().mean(0)
-        rates_BS = recording.sequence_sink_rate
+        rates_BS, ids_BT = recording.sequence_sink_rate, recording.batch.told_apart
         for row, number in enumerate(numbers_in_it):
-            by_number[number] = recording.batch.ids[row], recording.keys, rates_BS[row], received_BS[row]
+            by_number[number] = ids_BT[row], recording.keys, rates_BS[row], received_BS[row]
     ids, keys, rates, received = zip(*(by_number[number] for number in sorted(by_number)), strict=True)
     return Sequences(ids, keys, rates, received)

@@ -58,7 +58,9 @@ class Trace(Result):
         return tables if self.sequences is None else {**tables, **sequence_tables(self.sequences, self.token_text)}
 
     def token_text(self, token: int) -> str:
-        """A token as the tokenizer writes it; its id without a tokenizer."""
+        """A token as the tokenizer writes it; its id without a tokenizer. -1 - n is the n-th token of an image."""
+        if token < 0:
+            return f"<image_{-1 - token}>"
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
     @cached_property
@@ -148,7 +150,7 @@ def trace(
     """
     check_is_object(model)
     loaded = load(model)
-    batch = token_batch(loaded) if batch is None else as_batch(loaded, batch)
+    batch = token_batch(loaded) if batch is None else as_batch(loaded, batch, with_images=True)
     if is_sharded(loaded.model):
         batch = from_rank_0(batch)
         if is_tensor_parallel(loaded.model):
