@@ -147,6 +147,48 @@ def test_a_tensor_parallel_plan_is_read(tmp_path):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
 
 
+@pytest.mark.parametrize("order", ["inserted first", "sharded first"])
+def test_inserted_norms_train_as_in_one_process(order, tmp_path):
+    def trained(model, ids):
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(ids).logits.square().mean().backward()
+            optimiser.step()
+            optimiser.zero_grad()
+        return {name: sharded.whole(p.detach()) for name, p in model.named_parameters() if "head_norm" in name}
+
+    model = tiny_model("llama")
+
+    def work():
+        dist.init_process_group("gloo")
+        if order == "inserted first":
+            sinkscope.insert_head_norm(model)
+        shared = shard(model)
+        if order == "sharded first":
+            sinkscope.insert_head_norm(shared)
+        norms = trained(shared, IDS[dist.get_rank() :: 2])
+        sinkscope.probe(shared, IDS)
+        torch.save(norms, tmp_path / f"{dist.get_rank()}.pt")
+        dist.destroy_process_group()
+
+    in_two_processes(work)
+    sinkscope.insert_head_norm(model)
+    expected = trained(model, IDS)
+    assert len(expected) == 6
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), expected)
+    control = tiny_model("llama")
+    sinkscope.insert_head_norm(control)
+    with pytest.raises(AssertionError):  # half of the batch, as if gradients were not shared
+        torch.testing.assert_close(trained(control, IDS[::2]), expected)
+
+
+def test_ddp_takes_no_norms_afterwards():
+    with pytest.raises(InputError, match="Insert them first"):
+        in_ddp = torch.nn.parallel.DistributedDataParallel
+        sinkscope.insert_head_norm(object.__new__(in_ddp))
+
+
 def test_a_process_that_reads_alone_is_told(tmp_path, monkeypatch):
     model = planted()
     monkeypatch.setattr(sharded, "PATIENCE", timedelta(seconds=1))

@@ -2,6 +2,9 @@
 
 import contextlib
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +17,14 @@ from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.given_ids import given_batch
-from sinkscope.models.insert_head_norm import insert_head_norm, load_head_norm, remove_head_norm
+from sinkscope.models.insert_head_norm import insert_head_norm, remove_head_norm
 from sinkscope.tracing.replay import Replay
 
-OPTIONS = dict(per_head=True, offset=True, initial_lambda=0.7)
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from own_gpt import OwnGPT
+
+OPTIONS = dict(initial_lambda=0.7)
+SHARED = dict(per_head=False, offset=False)
 
 
 def tokens() -> Tensor:
@@ -39,7 +46,7 @@ def shaken(model) -> None:
                     parameter.add_(torch.randn(parameter.shape, generator=generator))
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["shared", "per head with offset"])
+@pytest.mark.parametrize("options", [SHARED, OPTIONS], ids=["shared", "per head with offset"])
 @pytest.mark.parametrize("family", CONFIGURATIONS)
 def test_the_projection_reads_normalised_heads(family, options):
     model, before, after = tiny_model(family), {}, {}
@@ -86,10 +93,44 @@ def test_saves_and_loads(family, tmp_path):
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(logits(sinkscope.load(tmp_path).model), logits(model), rtol=0, atol=0)
 
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert not torch.equal(logits(theirs), logits(model))  # the control: transformers alone leaves the norm out
-    load_head_norm(theirs, tmp_path)
-    assert torch.equal(logits(theirs), logits(model))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
+    torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-5, atol=1e-5)
+    theirs.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True).eval()
+    assert torch.equal(logits(again), logits(theirs))
+
+
+def test_transformers_loads_no_model_without_its_norms(tmp_path):
+    model = tiny_model("llama")
+    insert_head_norm(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False)
+    with pytest.raises(Exception, match="has norms that its class does not know"):
+        type(model).from_pretrained(tmp_path)
+    # The control: of a configuration that says nothing of the norms, transformers makes a model without them.
+    model.config.save_pretrained(tmp_path)
+    assert not torch.equal(logits(type(model).from_pretrained(tmp_path).eval()), logits(model))
+    model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    program = f"""
+import sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "parts")!r}, trust_remote_code=True, dtype="bfloat16")
+assert "sinkscope" not in sys.modules
+print(sum(str(p.dtype) == "torch.float32" for _, p in model.named_parameters()))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["6"]
+
+
+def test_a_module_without_a_configuration_takes_a_fixed_norm():
+    model = OwnGPT()
+    norms = insert_head_norm(model, fixed=True, offset=False)
+    assert [parameter.requires_grad for norm in norms for parameter in norm.parameters()] == [False] * 3
+    model(tokens()).square().mean().backward()
+    assert norms[0].weight.grad is None
+    remove_head_norm(model)
+    assert "save_pretrained" not in vars(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "deepseek_v3"])
@@ -159,9 +200,9 @@ def test_refusals(tmp_path):
     with pytest.raises(InputError, match="remove_head_norm"):
         insert_head_norm(model)
     model.save_pretrained(tmp_path)
-    model.config.sinkscope_head_norm = dict(OPTIONS)
+    model.config.sinkscope_head_norm = dict(SHARED)
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"o_proj.head_norm.weight is of shape \[12\].*must have shape \[4, 12\]"):
+    with pytest.raises(InputError, match=r"o_proj.head_norm.weight is of shape \[4, 12\].*must have shape \[12\]"):
         sinkscope.load(tmp_path)
 
 

@@ -17,7 +17,10 @@ from sinkscope.kernels.head_rms_norm import EPS, Path, head_rms_norm
 
 
 class HeadRMSNorm(nn.Module):
-    """o / RMS(o) * lambda per head; lambda is shared across heads unless `per_head`, and an offset may be added.
+    """o / RMS(o) * lambda + offset per head, as the paper describes it: each head has its own lambda and offset.
+
+    `per_head=False` shares both among the heads, `offset=False` leaves the offset out, and `fixed` keeps lambda at
+    `initial_lambda` (1 leaves the norm alone).
 
     With `initial_lambda=1`, as in other norms, the heads of a model with random weights write far more than the
     embeddings hold. So the presets of `sinkscope pretrain` begin at 0.25 (docs/variants.md).
@@ -29,8 +32,9 @@ class HeadRMSNorm(nn.Module):
         num_heads: int,
         head_size: int,
         *,
-        per_head: bool = False,
-        offset: bool = False,
+        per_head: bool = True,
+        offset: bool = True,
+        fixed: bool = False,
         initial_lambda: float = 1.0,
         eps: float = EPS,
         path: Path = "auto",
@@ -46,7 +50,7 @@ class HeadRMSNorm(nn.Module):
         self.initial_lambda, self.eps = initial_lambda, eps
         self.path: Path = path
         shape = (num_heads, head_size) if per_head else (head_size,)
-        self.weight = nn.Parameter(torch.full(shape, float(initial_lambda)))
+        self.weight = nn.Parameter(torch.full(shape, float(initial_lambda)), requires_grad=not fixed)
         self.offset = nn.Parameter(torch.zeros(shape)) if offset else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ADAPTER = "adapter_config.json"
+HEAD_NORM = "sinkscope_head_norm"
+"""The model type of a saved model with inserted norms; in a configuration in memory, the key of their options."""
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PART_COUNTS = re.compile(r"(num|n)_\w*(layer|head|expert|label)|\w+\.(block|attention\.head|expert)_count")
@@ -282,10 +284,17 @@ def causal_config(folder: Path, name: str, trust_remote_code: bool) -> Pretraine
     """The configuration in a folder; refused where it describes no causal language model."""
     from transformers import AutoConfig
 
-    check_code(read_config(folder), name, trusted=trust_remote_code)
+    described = read_config(folder)
+    problem = "Transformers cannot read config.json", "Fetch the checkpoint again, or mend config.json."
+    if described.get("model_type") == HEAD_NORM:
+        # The model without norms; `load_head_norm` puts them in. The code beside the weights is not run.
+        config = ask(*problem, lambda: AutoConfig.for_model(described["base"], **described["model"]))
+        ask(*problem, lambda: setattr(config, HEAD_NORM, described["head_norm"]["options"]))
+        check_causal(config, name)
+        return config
+    check_code(described, name, trusted=trust_remote_code)
     config = ask(
-        "Transformers cannot read config.json",
-        "Fetch the checkpoint again, or mend config.json.",
+        *problem,
         AutoConfig.from_pretrained,
         folder,
         local_files_only=True,

@@ -39,6 +39,11 @@ def is_tensor_parallel(model: nn.Module) -> bool:
     return most > _has_fsdp(model)
 
 
+def original_class(model: nn.Module) -> type:
+    """The class that a model had before FSDP2, which puts one of its own in front."""
+    return next(kind for kind in type(model).__mro__ if not hasattr(kind, "unshard"))
+
+
 def _has_fsdp(model: nn.Module) -> bool:
     return any(hasattr(module, "unshard") for module in model.modules())
 

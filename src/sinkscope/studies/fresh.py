@@ -19,8 +19,9 @@ from torch import Tensor
 from sinkscope.errors import InputError
 from sinkscope.measures.value_variance import squared_deviation
 from sinkscope.models.anatomy import anatomy_of, input_device
+from sinkscope.models.checkpoint_checks import HEAD_NORM
 from sinkscope.models.initial import Configuration, draw
-from sinkscope.models.insert_head_norm import CONFIG_KEY, insert_head_norm
+from sinkscope.models.insert_head_norm import insert_head_norm
 from sinkscope.models.loaded import LoadedModel
 from sinkscope.tracing.layer_call import LayerCall
 from sinkscope.tracing.observables import HookPoint, Observable
@@ -44,7 +45,7 @@ def fresh_variance(loaded: LoadedModel, ids_BT: Tensor, num_layers: int) -> np.n
             model = draw(configuration, seed, device=device).model
         except InputError:  # its only reason here: too large
             return None
-        if (options := getattr(config, CONFIG_KEY, None)) is not None:
+        if (options := getattr(config, HEAD_NORM, None)) is not None:
             insert_head_norm(model, **options)
         variances.append(_variance(model, ids_BT, range(num_layers)))
         del model
