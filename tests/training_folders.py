@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sinkscope.pretrain.presets import DESCRIBED, WITH_HEAD_NORM
 from sinkscope.results.run_folder import run_folder
 
 STEPS, EVALUATE_EVERY, PROBE_EVERY = 1000, 100, 100
@@ -49,6 +50,8 @@ def write_training_folder(
     settings |= {"evaluate_every": EVALUATE_EVERY, "evaluation_sequences": 64, "probe_every": PROBE_EVERY}
     settings |= {"probe_length": 64, "probe_sequences": 32} | (training or {})
     shape = {"hidden_size": 64, "attention_variant": variant, "seed": seed} | (model or {})
+    if variant in WITH_HEAD_NORM:
+        shape["variant_options"] = DESCRIBED | shape.get("variant_options", {})
     with run_folder(path) as folder:
         config = {"data": ["tokens"], "validation": [], "model": shape, "training": settings}
         folder.write_yaml("config.yaml", config)

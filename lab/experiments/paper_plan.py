@@ -71,7 +71,9 @@ def best_trial(results: Sequence[dict[str, Any]], variant: str) -> Run:
 
 def run_configuration(base: dict[str, Any], run: Run, tune_steps: int | None) -> dict[str, Any]:
     """The mappings of a `sinkscope pretrain` configuration: the base with the run's variant, seed and settings."""
-    options = {} if run.initial_lambda is None else {"initial_lambda": run.initial_lambda}
+    options: dict[str, Any] = {} if run.initial_lambda is None else {"initial_lambda": run.initial_lambda}
+    if run.variant in WITH_LAMBDA:  # these runs share one lambda among the heads
+        options |= {"per_head": False, "offset": False}
     model = {"attention_variant": run.variant, "variant_options": options, "seed": run.seed}
     training: dict[str, Any] = {"seed": run.seed}
     if run.learning_rate is not None:

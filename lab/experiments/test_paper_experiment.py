@@ -111,7 +111,7 @@ def test_a_configuration_differs_in_nothing_but_the_run():
     base = {"preset": "tiny", "model": {"num_hidden_layers": 3}, "training": {"steps": 9, "snapshots": [9]}}
     run = Run(stage="judge", variant="head_norm", seed=3, learning_rate=0.1, weight_decay=0.2, initial_lambda=0.25)
     found = run_configuration(base, run, tune_steps=5)
-    options = {"initial_lambda": 0.25}
+    options = {"initial_lambda": 0.25, "per_head": False, "offset": False}
     assert found["model"] == dict(num_hidden_layers=3, attention_variant="head_norm", seed=3, variant_options=options)
     assert found["training"] == dict(steps=9, snapshots=[9], seed=3, learning_rate=0.1, weight_decay=0.2)
     trial = run_configuration(base, Run(**(vars(run) | {"stage": "tune"})), tune_steps=5)["training"]

@@ -155,6 +155,7 @@ def test_variants_are_told_apart_by_what_differs_and_replicas_by_their_seed(writ
     runs = [
         write("head_norm", model={"variant_options": {"initial_lambda": 1.0}}),
         write("head_norm"),
+        write("head_norm", model={"variant_options": {"per_head": False, "offset": False}}),
         write(),
         write(seed=1, model={"rope_theta": 10000.0, "variant_options": {}}),  # what is the default anyway
         write(training={"learning_rate": 2e-3, "evaluate_every": 50}),
@@ -166,6 +167,7 @@ def test_variants_are_told_apart_by_what_differs_and_replicas_by_their_seed(writ
         "softmax",
         "head_norm, initial_lambda 1.0",
         "head_norm",
+        "head_norm, per_head False, offset False",
         "softmax, learning_rate 0.002",
         "softmax, tie_word_embeddings False",
         "softmax, model_seed 0",

@@ -132,6 +132,12 @@ TRAINING_PRESETS: dict[str, TrainingConfig] = {
 }
 
 
+WITH_HEAD_NORM = ("head_norm", "first_norm", "head_norm_gate")
+DESCRIBED = {"per_head": True, "offset": True}
+"""The norm as the paper describes it: with a lambda and an offset for each head. A run has it if it states nothing
+else."""
+
+
 def resolve(
     config: str | Path,
     *,
@@ -141,10 +147,15 @@ def resolve(
     training: Mapping[str, Any],
 ) -> PretrainConfig:
     """The configuration that a preset's name or a YAML file gives, changed by a variant and by training entries."""
-    model, vocab_size, settings = _recipe(config)
+    model, vocab_size, settings, is_of_run = _recipe(config)
     settings = changed(settings, training)
+    is_stated = is_of_run and variant in (None, model.get("attention_variant"))
     if variant is not None:
         model["attention_variant"] = variant
+    options = model.get("variant_options") or {}
+    if model.get("attention_variant") in WITH_HEAD_NORM and isinstance(options, dict) and not is_stated:
+        # Written out, because the configurations of older runs mean one lambda for all heads where they say nothing.
+        model["variant_options"] = DESCRIBED | options
     if training.get("seed") is not None or "seed" not in model:
         model["seed"] = settings.seed
     vocab_size = model.get("vocab_size", vocab_size)
@@ -223,8 +234,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return value
 
 
-def _recipe(config: str | Path) -> tuple[dict[str, Any], int, TrainingConfig]:
-    """The model, the vocabulary's size and the training of a preset, of a file that changes one, or of a run."""
+def _recipe(config: str | Path) -> tuple[dict[str, Any], int, TrainingConfig, bool]:
+    """The model, the vocabulary's size and the training of a preset, of a file that changes one, or of a run; and
+    whether it is that of a run."""
     config = str(check_path("config", config, expected=f"a preset ({', '.join(PRESETS)}) or a YAML file"))
     is_file = config.endswith((".yaml", ".yml"))
     file: dict[str, Any] = read_recipe(user_path(config)) if is_file else {"preset": config}
@@ -232,9 +244,10 @@ def _recipe(config: str | Path) -> tuple[dict[str, Any], int, TrainingConfig]:
     model = preset(name)
     vocab_size = model.pop("vocab_size")
     training = file.get("training", {})
-    if "vocab_size" in file:  # config.yaml of a run: it is complete, so the preset adds nothing
+    is_of_run = "vocab_size" in file
+    if is_of_run:  # its config.yaml is complete, so the preset adds nothing
         model, vocab_size, training = {}, file["vocab_size"], with_defaults(training)
-    return model | file.get("model", {}), vocab_size, changed(TRAINING_PRESETS[name], training)
+    return model | file.get("model", {}), vocab_size, changed(TRAINING_PRESETS[name], training), is_of_run
 
 
 def _unknown(key: str, known: Iterable[str], owner: str) -> InputError:

@@ -18,7 +18,7 @@ from sinkscope.errors import InputError
 from sinkscope.pretrain.config import PretrainConfig, read_config
 from sinkscope.pretrain.decoder_config import DecoderConfig
 from sinkscope.pretrain.metrics import read_rows
-from sinkscope.pretrain.presets import decoder_config, with_defaults
+from sinkscope.pretrain.presets import DESCRIBED, WITH_HEAD_NORM, decoder_config, with_defaults
 from sinkscope.pretrain.tokenize import load_tokenizer
 from sinkscope.pretrain.tokens import TokenShards, is_shards, open_shards
 from sinkscope.results.kinds import Scalar
@@ -265,9 +265,13 @@ def _listed(items: Sequence[str | int]) -> str:
 def _label(run: FinishedRun, settings: dict[str, Any], baseline: dict[str, Any]) -> str:
     """The variant's name, with the settings in which it differs from the baseline."""
     entries = [run.variant]
-    for key in sorted(settings.keys() | baseline.keys()):
+    for key in sorted(settings.keys() | baseline.keys() | {"variant_options"}):
         default = getattr(DecoderConfig, key, None)
         value = settings.get(key, default)
+        if key == "variant_options" and run.variant in WITH_HEAD_NORM:
+            stated = {"per_head": False, "offset": False} | (value or {})
+            entries += [f"{name} {option}" for name, option in stated.items() if option != DESCRIBED.get(name)]
+            continue
         if key == "attention_variant" or value == baseline.get(key, default):
             continue
         if key == "variant_options":
