@@ -233,7 +233,7 @@ def test_processes_that_torchrun_did_not_start_are_refused(
         assert_refused(sinkscope(*command), message, tmp_path)
 
 
-def test_a_tracker_gets_the_numbers(sinkscope, tokens, monkeypatch):
+def test_a_tracker_gets_the_numbers(sinkscope, tokens, tmp_path, monkeypatch):
     seen = {}
     fake = types.SimpleNamespace(
         init=lambda **options: seen.update(options=options),
@@ -244,7 +244,11 @@ def test_a_tracker_gets_the_numbers(sinkscope, tokens, monkeypatch):
     assert sinkscope("pretrain", "--data", tokens, "--out", "run", *SHORT, "--track", "wandb").code == 0
     assert seen["finished"]
     assert seen["options"]["name"] == "run"
-    assert {"loss", "tokens_per_second", "validation_loss", "text/sink_rate"} <= set(seen[12])
+    assert {"loss", "tokens_per_second", "validation_loss", "text/sink_rate", "text/largest_logit"} <= set(seen[12])
+    first = seen["options"]
+    (tmp_path / "run" / "summary.json").unlink()  # as if it had been stopped at its end
+    assert sinkscope("pretrain", "--data", tokens, "--out", "run", *SHORT, "--track", "wandb").code == 0
+    assert (seen["options"]["id"], seen["options"]["resume"]) == (first["id"], "allow")
     monkeypatch.setitem(sys.modules, "wandb", None)
     refused = sinkscope("pretrain", "--data", tokens, "--out", "other", *SHORT, "--track", "wandb")
     assert refused.code == 2

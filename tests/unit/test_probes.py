@@ -8,7 +8,7 @@ import torch
 
 from sinkscope.errors import InputError
 from sinkscope.measures.dimension_disparity import effective_rank
-from sinkscope.pretrain.decoder import Decoder
+from sinkscope.pretrain.decoder import Decoder, rotated
 from sinkscope.pretrain.presets import decoder_config, preset
 from sinkscope.pretrain.probes import QUANTITIES, SinkProbe, probe, random_batch
 
@@ -98,6 +98,27 @@ def expected_layers(model, ids):
     return position, rate, {name: torch.stack(values).tolist() if values else [] for name, values in result.items()}
 
 
+def largest_logit(model, ids):
+    """Of any query and any key up to it."""
+    largest, length = [], ids.shape[1]
+
+    def keep(module, args):
+        def heads(projection):
+            return projection(args[0]).unflatten(-1, (-1, module.head_size))
+
+        queries, keys = (rotated(heads(part), args[1]) for part in (module.q_proj, module.k_proj))
+        keys = keys.repeat_interleave(queries.shape[2] // keys.shape[2], dim=2)
+        logits = torch.einsum("bthd,bshd->bhts", queries, keys) / module.head_size**0.5
+        largest.append(float(logits.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).max()))
+
+    handles = [block.self_attn.register_forward_pre_hook(keep) for block in model.blocks]
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return max(largest)
+
+
 @pytest.mark.parametrize("scale", [20, 10])
 def test_every_quantity_is_its_definition(scale, batch):
     model = decoder(scale)
@@ -109,6 +130,9 @@ def test_every_quantity_is_its_definition(scale, batch):
     assert found.whole["sink_position"] == position
     assert found.whole["sink_rate"] == pytest.approx(float(rate[position]))
     assert found.whole["sink_rate"] > 0, "the control: there is something to find"
+    assert found.whole["disparity"] == pytest.approx(max(expected["dom_ratio"]), rel=1e-4)
+    assert found.whole["largest_activation"] == pytest.approx(max(expected["largest_residual"]), rel=1e-4)
+    assert found.whole["largest_logit"] == pytest.approx(largest_logit(model, batch.ids), rel=1e-4)
     assert set(found.layers) == set(QUANTITIES)
     for name, values in expected.items():
         if name == "positive_queries":  # read at few positions, by code that has tests of its own

@@ -8,6 +8,7 @@ missing.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -321,7 +322,11 @@ def tracker(name: str | None, run: Path, config: dict[str, Any]) -> Iterator[Tra
 
             yield add
         return
-    package.init(project="sinkscope", name=run.name, config=config)
+    # A run that resumes goes on in the same run of W&B, and one that overwrites another begins a new one.
+    started_at = json.loads((run / "environment.json").read_text())["started_at"]
+    identity = hashlib.sha256(f"{run.resolve()} {started_at}".encode()).hexdigest()[:16]
+    resumed = {"id": identity, "resume": "allow"} if name == "wandb" else {}
+    package.init(project="sinkscope", name=run.name, config=config, **resumed)
     try:
         yield lambda step, numbers: package.log(numbers, step=step)
     finally:

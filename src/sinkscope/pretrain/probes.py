@@ -35,6 +35,9 @@ from sinkscope.models.token_batches import TokenBatch, token_batch
 from sinkscope.pretrain.config import check_probe_length
 from sinkscope.pretrain.metrics import JsonLines, read_rows
 from sinkscope.tracing.findings import Findings
+from sinkscope.tracing.layer_call import LayerCall
+from sinkscope.tracing.observables import CHAIN, HookPoint, Observable
+from sinkscope.tracing.reducers import Largest
 from sinkscope.tracing.single_reader import evaluation_mode
 from sinkscope.tracing.trace import trace
 
@@ -64,8 +67,10 @@ class Probe:
     """One probe: numbers for the whole model and for each layer."""
 
     whole: dict[str, float | None]
-    """The position of the strongest sink or, if there is none, of the key that receives the most attention; its sink
-    rate; the number of sinks; and how many massive dimensions and super neurons that position has."""
+    """For a logger. The position of the strongest sink or, if there is none, of the key that receives the most
+    attention; its sink rate; the number of sinks; how many massive dimensions and super neurons that position has; its
+    largest DomRatio in any layer (`disparity`); and over all tokens and layers the largest magnitude in the residual
+    stream and the largest attention logit."""
     layers: dict[str, list[float | None]]
     """The quantities of QUANTITIES at that position, by layer."""
 
@@ -86,7 +91,7 @@ def probe(model: ModelLike, batch: Tokens, *, effective_rank: bool = True) -> Pr
     """
     model = bare_model(model)
     loaded = loaded_model(model) if isinstance(model, nn.Module) else load(model)
-    findings = trace(loaded, batch, effective_rank=effective_rank).findings
+    findings = trace(loaded, batch, observables=[*CHAIN, LARGEST_LOGIT], effective_rank=effective_rank).findings
     with evaluation_mode(loaded.model):
         # Without a sink the key with the largest rate would be a late one: few queries see it, so it passes the
         # threshold by chance. The key that receives the most attention is taken instead.
@@ -99,11 +104,42 @@ def probe(model: ModelLike, batch: Tokens, *, effective_rank: bool = True) -> Pr
     whole["num_sinks"] = len(findings.sinks) if has_eligible else None
     whole["num_massive_dimensions"] = len({e.dimension for e in findings.massive if e.position == position})
     whole["num_super_neurons"] = num_super_neurons
+    whole["disparity"] = _finite(float(torch.as_tensor(layers["dom_ratio"]).max()))
+    whole["largest_activation"] = float(torch.as_tensor(layers["largest_residual"]).max())
+    whole["largest_logit"] = float(findings.recording["largest_logit"].max())
     by_layer = {}
     for name, values in layers.items():
         listed = values.tolist() if isinstance(values, Tensor) else values
         by_layer[name] = [_finite(value) for value in listed]
     return Probe(whole, by_layer)
+
+
+def _largest_logits(call: LayerCall) -> tuple[Tensor, Tensor]:
+    """([B, H] the largest q . k * scaling over the keys that each query sees, [B, H] the query it is of), a few queries
+    at a time."""
+    grouped_BKGTD = call.query.unflatten(1, (call.key.shape[1], -1))
+    keys_BK1DS, length = call.key.unsqueeze(2).transpose(3, 4), call.query.shape[2]
+    positions = torch.arange(length, device=call.query.device)
+    largest = []
+    for queries_n in positions.split(QUERIES_AT_ONCE):
+        hidden_nS = positions > queries_n[:, None]
+        if call.rule.window is not None:
+            hidden_nS |= positions <= queries_n[:, None] - call.rule.window
+        logits_BKGnS = (grouped_BKGTD[..., queries_n, :] @ keys_BK1DS).float() * call.rule.scaling
+        largest.append(logits_BKGnS.masked_fill(hidden_nS, -math.inf).amax(-1))
+    of_query = torch.cat(largest, dim=-1).flatten(1, 2).max(-1)
+    return of_query.values, of_query.indices
+
+
+QUERIES_AT_ONCE = 256
+LARGEST_LOGIT = Observable(
+    name="largest_logit",
+    hook_point=HookPoint.ATTENTION,
+    value=_largest_logits,
+    reducer=Largest("query"),
+    axes="LH",
+    meaning="Largest q . k * scaling of any sequence",
+)
 
 
 def random_batch(model: PreTrainedModel, *, length: int, num_sequences: int, seed: int = 0) -> TokenBatch:
