@@ -179,7 +179,9 @@ def commands(entry: Entry, out: Path) -> Iterator[list[str]]:
         folder = out / entry.name / command
         if asked is not None and not (folder / "summary.json").is_file():
             tried = {"schemes": SCHEME} if command == "audit" else {}
-            options = [part for key, value in {**entry.options, **tried, **asked}.items() for part in _option(key, value)]
+            options = [
+                part for key, value in {**entry.options, **tried, **asked}.items() for part in _option(key, value)
+            ]
             yield [command, entry.model, "--out", str(folder), *options]
 
 

@@ -171,9 +171,9 @@ def test_the_module_that_reads_the_super_neuron_is_worst_and_in_16_bits_recovers
         assert exempt.share > 0.8
         assert abs(exempt.control.change) < 0.1 * exempt.damage.change, "random modules win nothing back"
     kept = trials["keep tokens", "window"]
-    assert kept.holds
     assert not kept.is_loaded
-    assert kept.control.change < 0.3 * kept.damage.change, "random positions win next to nothing back"
+    assert kept.recovered.change > 0.2 * kept.damage.change
+    assert kept.control.change < 0.5 * kept.recovered.change, "random positions win next to nothing back"
     assert audited.evaluation.is_sink[:, 0].all()
     assert audited.evaluation.is_sink[:, 1:].sum() < 4, "hardly any token inside a text"
     assert [trial.recovered.change for trial in audited.advice] == sorted(
@@ -238,14 +238,14 @@ def test_one_group_of_one_layer_is_guilty_and_stays_in_16_bits_as_a_whole():
     for part in "qkv":
         getattr(attention, f"{part}_proj").weight.data[:, 0] = 0
     model.lm_head.weight.data *= 3
-    ids = torch.randint(97, (28, 64), generator=torch.Generator().manual_seed(0))
-    found = audit(model, ids, schemes=["W8A8_STATIC"], budget=2)
+    found = audit(model, schemes=["W8A8_STATIC"], length=64, num_sequences=12, budget=2)
     (trial,) = (trial for trial in found.trials if trial.remedy == "leave modules in 16 bits")
     assert trial.modules[:3] == tuple(f"model.layers.1.self_attn.{part}_proj" for part in "qkv")
     assert "fused with a guilty one" in trial.what
     assert trial.share > 0.8
     assert abs(trial.control.change) < 0.2 * trial.damage.change
-    assert not audit(model, ids, schemes=["W8A8_STATIC"], budget=0).trials, "the control: nothing fits"
+    small = replace(found.evaluation, budget=0.1)
+    assert small.worst_groups(*small.schemes) == {}, "the control: nothing fits"
 
 
 def test_texts_may_begin_with_bos_which_no_prefix_is_followed_by():
@@ -308,7 +308,8 @@ def test_a_run_folder_holds_the_recipe_and_the_page(audited, tmp_path, capsys):
     assert "sinkscope audit <b>" not in page, "escaped"
     show(audited, folder)
     said = " ".join(capsys.readouterr().out.split())
-    assert "leave modules in 16 bits" in said
+    assert "what helps, the largest effect first" in said
+    assert "The cheapest for linear layers is" in said
     assert "24 held-out texts of 64 tokens, written by the model itself" in said
     show(replace(audited, batch=replace(audited.batch, source="book.txt")), folder)
     assert "24 held-out texts of 64 tokens, from book.txt" in " ".join(capsys.readouterr().out.split())
