@@ -85,13 +85,13 @@ def all_conditions(options: argparse.Namespace) -> dict[str, Condition]:
             f"--first {first}, --window {window} and --length {length} do not fit: it must be 0 < first < "
             "window, with tokens after the window. Give a shorter --window."
         )
-    by_tensor, four_bits = linear_scheme("W8A8_TENSOR"), linear_scheme("W4A16")
+    by_tensor, four_bits = linear_scheme("W8A8_TENSOR"), linear_scheme("NVFP4A16")
     rounded = {
         "24 bits, per tensor (control)": by_tensor.control(),
         "8 bits, per tensor": by_tensor,
         "8 bits, per token": linear_scheme("W8A8"),
-        "24-bit weights, groups of 128 (control)": four_bits.control(),
-        "4-bit weights, groups of 128": four_bits,
+        "24-bit weights, groups of 16 (control)": four_bits.control(),
+        "4-bit weights, groups of 16": four_bits,
     }
     cut = replace(cache_scheme("window"), window=window)
     later, rest = range(first, 2 * first), window - first
