@@ -10,6 +10,7 @@ import functools
 
 import pytest
 import torch
+from small_families import BASE, WIDTHS, check_sum, refused_with, small_model, tokens
 from tiny_models import CONFIGURATIONS, roughen, tiny_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -45,64 +46,8 @@ REFUSED = {
     "bert": "no linear layer follows attention",
 }
 """Those that cannot be read, and why. What is neither here nor above may be found or refused."""
-BASE = dict(
-    vocab_size=97,
-    intermediate_size=80,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    pad_token_id=None,
-    bos_token_id=1,
-    eos_token_id=2,
-    moe_intermediate_size=24,
-    num_experts=4,
-    num_local_experts=4,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    n_positions=256,
-)
-WIDTHS = dict(hidden_size=64, head_dim=16)
-OTHER_NAMES = dict(n_layer=4, n_head=4, n_embd=64, d_model=64, n_layers=4, n_heads=4, rotary_dim=8)
-LATENT = dict(
-    num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12
-)
-TRIED = (BASE | WIDTHS, BASE | WIDTHS | OTHER_NAMES, BASE | WIDTHS | LATENT, BASE | OTHER_NAMES | dict(hidden_size=64))
-"""What a model's configuration is made of; the first that gives a model that runs is taken."""
-LARGEST = 30_000_000
-OVERRIDES = {
-    "falcon_h1": dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8),
-    "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
-    "granitemoehybrid": dict(mamba_n_heads=8, mamba_d_state=8),
-    "bamba": dict(mamba_n_heads=8, mamba_d_state=8),
-}
 WEIGHTS_WITHOUT_SINK = {"granite_swa", "granitemoe_swa"}
 """Their eager attention leaves out of the weights it returns what goes to the learned sink."""
-
-
-@functools.cache
-def small_model(model_type: str) -> PreTrainedModel | None:
-    """A random model of a type, or None where none of the small configurations fits it."""
-    for fields in TRIED:
-        try:
-            config = AutoConfig.for_model(model_type, **fields | OVERRIDES.get(model_type, {}))
-            with torch.device("meta"):
-                size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
-            if size > LARGEST:
-                continue
-            with torch.random.fork_rng(), torch.no_grad():
-                torch.manual_seed(0)
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-                roughen(model, 6)
-                model(tokens(8), use_cache=False)
-        except Exception:  # each library has its own for a number that does not fit
-            continue
-        return model
-    return None
-
-
-def tokens(length: int = 24) -> Tensor:
-    return torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -122,15 +67,6 @@ def test_a_model_of_any_type_is_read_rightly_or_refused(model_type):
     check_attention(model)
 
 
-def refused_with(call, *arguments) -> str | None:
-    """The sentences of a refusal, or None where there is none."""
-    try:
-        call(*arguments)
-    except InputError as error:
-        return str(error)
-    return None
-
-
 def check_attention(model: PreTrainedModel) -> None:
     """Attention received equals that of the model's own eager pass, where it gives one."""
     received_LHS = trace(model, tokens()).recording["received"]
@@ -147,56 +83,6 @@ def check_attention(model: PreTrainedModel) -> None:
     for received_HS, attention_BHTS in zip(received_LHS, attentions, strict=True):
         expected_HS = (attention_BHTS.double()[..., :length].sum(2) / queries).mean(0)
         torch.testing.assert_close(torch.as_tensor(received_HS).double(), expected_HS, rtol=1e-4, atol=1e-5)
-
-
-def check_sum(model: PreTrainedModel) -> None:
-    """What a block adds is what its attention adds and what its neurons write, in float64."""
-    anatomy = anatomy_of(model)
-    kept: dict[tuple[int, str], Tensor] = {}
-    handles = []
-
-    def keep(place: tuple[int, str]):
-        def hook(module, args, kwargs, output=None):
-            state = args[0] if args else kwargs["hidden_states"]
-            state = state if output is None else output[0] if isinstance(output, tuple) else output
-            kept[place] = state.double().flatten(0, -2)
-
-        return hook
-
-    def keep_experts(layer: Layer, neurons: LayerNeurons):
-        def hook(module, args, output):
-            kept[layer.index, "neurons"] = neurons.at(torch.arange(tokens().numel())).double()
-
-        return hook
-
-    for layer in anatomy.layers:
-        if layer.post_norm is not None:
-            continue
-        handles += [
-            layer.block.register_forward_pre_hook(keep((layer.index, "entering")), with_kwargs=True),
-            layer.attention_exit.register_forward_hook(keep((layer.index, "attended")), with_kwargs=True),
-        ]
-        if layer.down_projection is not None:
-            place = layer.index, "neurons"
-            handles.append(layer.down_projection.register_forward_pre_hook(keep(place), with_kwargs=True))
-        else:
-            neurons = LayerNeurons(layer)
-            handles += [*neurons.hooks(), layer.block.register_forward_hook(keep_experts(layer, neurons))]
-        handles.append(layer.block.register_forward_hook(keep((layer.index, "leaving")), with_kwargs=True))
-    with torch.no_grad():
-        model(tokens())
-    for handle in handles:
-        handle.remove()
-    for index in {index for index, _ in kept}:
-        layer = anatomy.layers[index]
-        vectors = torch.cat([layer.written_vectors(expert) for expert, _ in layer.down_weights()], dim=1)
-        written = kept[index, "neurons"] @ vectors.double().T
-        bias = getattr(layer.down_projection, "bias", None)
-        if bias is not None:
-            written = written + bias.detach().double() * layer.feed_forward_scale
-        added = layer.attention_scale * kept[index, "attended"] + written
-        change = kept[index, "leaving"] - kept[index, "entering"]
-        torch.testing.assert_close(change, added, rtol=1e-4, atol=1e-4 * float(change.abs().max()))
 
 
 PATHS = (

@@ -32,6 +32,7 @@ from sinkscope.audits.sink_neurons import SinkNeurons
 from sinkscope.audits.sink_tokens import neuron_sinks, sink_neurons
 from sinkscope.audits.static_scales import least_error_ranges
 from sinkscope.errors import InputError
+from sinkscope.models.anatomy import anatomy_of, check_every_layer
 from sinkscope.models.loaded import LoadedModel, ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
@@ -144,6 +145,7 @@ def room_for_prefix(model: Any, length: int) -> int:
     Refuses texts that fill the model's context, and a model with sliding windows, which forgets a prefix."""
     from transformers import DynamicCache
 
+    check_every_layer(anatomy_of(model), "A prefix")
     if any(getattr(layer, "is_sliding", False) for layer in DynamicCache(config=model.config).layers):
         raise InputError(
             "This model has layers with a sliding window, which soon forget a prefix. Leave `prefix` out, or choose a "

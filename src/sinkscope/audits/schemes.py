@@ -249,7 +249,7 @@ def linear_layers(model: Any) -> dict[str, Any]:
 
 def attentions(model: Any) -> dict[str, int]:
     """The layer of each attention module, by name."""
-    layer_of = {id(layer.attention): layer.index for layer in anatomy_of(model).layers}
+    layer_of = {id(layer.attention): layer.index for layer in anatomy_of(model).attention_layers}
     return {name: layer_of[id(part)] for name, part in model.named_modules() if id(part) in layer_of}
 
 

@@ -19,7 +19,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.calibration import MIN_CALIBRATION
 from sinkscope.interventions.plan import Plan, make_plan
 from sinkscope.measures.sink_score import MIN_SINK_RATE, are_sinks
-from sinkscope.models.anatomy import Neuron, anatomy_of
+from sinkscope.models.anatomy import Neuron, anatomy_of, check_every_layer
 from sinkscope.models.loaded import LoadedModel, ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.rotation import RotationError, rotate
@@ -197,6 +197,7 @@ def study(
     what is tested and calibrate it. `parts` keeps finished conditions for a run that is interrupted.
     """
     loaded = load(model)
+    check_every_layer(anatomy_of(loaded.model), "A study")
     check_study(length, num_sequences)
     if not (hasattr(loaded.model, "config") and hasattr(loaded.model, "get_output_embeddings")):
         raise InputError(
