@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import anatomy_of
+from sinkscope.tracing.trace import trace
 
 BASE = dict(
     vocab_size=97,
@@ -50,6 +51,8 @@ OVERRIDES = {
     "olmo_hybrid": EVERY_OTHER,
     "kimi_linear": EVERY_OTHER,
 }
+WEIGHTS_WITHOUT_SINK = {"granite_swa", "granitemoe_swa"}
+"""Their eager attention leaves out of the weights it returns what goes to the learned sink."""
 
 
 @functools.cache
@@ -126,3 +129,34 @@ def check_sum(model: PreTrainedModel) -> None:
             bias = getattr(layer.down_projection, "bias", None)
             added += 0 if bias is None else bias.detach().double() * layer.feed_forward_scale
         torch.testing.assert_close(change, added, rtol=1e-4, atol=1e-4 * float(change.abs().max()))
+
+
+def check_attention(model: PreTrainedModel, ids: Tensor) -> None:
+    """Attention received equals that of the model's own eager pass, wherever it gives one; layers without have none."""
+    anatomy, received_LHS = anatomy_of(model), trace(model, ids).recording["received"]
+    seen: dict[int, Tensor] = {}
+
+    def keep(layer: int):
+        def hook(module, args, output) -> None:
+            if isinstance(output, tuple) and isinstance(output[1], Tensor) and output[1].ndim == 4:
+                seen[layer] = output[1]
+
+        return hook
+
+    handles = [layer.attention.register_forward_hook(keep(layer.index)) for layer in anatomy.attention_layers]
+    try:
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            model(ids, output_attentions=True)
+    except (ValueError, TypeError, AttributeError):
+        return
+    finally:
+        for handle in handles:
+            handle.remove()
+    length = ids.shape[1]
+    queries = length - torch.arange(length).double()
+    for layer, received_HS in zip(anatomy.layers, received_LHS, strict=True):
+        assert layer.has_attention or received_HS.isnan().all()
+        if layer.index in seen and model.config.model_type not in WEIGHTS_WITHOUT_SINK:
+            expected_HS = (seen[layer.index].double()[..., :length].sum(2) / queries).mean(0)
+            torch.testing.assert_close(received_HS.double(), expected_HS, rtol=1e-4, atol=1e-5)

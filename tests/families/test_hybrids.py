@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_families import check_sum, refused_with, small_model, tokens
+from small_families import check_attention, check_sum, refused_with, small_model, tokens
 from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.errors import InputError
-from sinkscope.models.anatomy import anatomy_of
+from sinkscope.explore.text_result import from_run
 from sinkscope.tracing.trace import Trace, trace
 
 EVERY_OTHER = ("jamba", "bamba", "lfm2", "qwen3_5_text", "olmo_hybrid", "kimi_linear")
@@ -35,39 +35,18 @@ def traced(name: str) -> Trace:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_attention_is_traced_where_it_is(name):
-    model, recording = model_of(name), traced(name).recording
+def test_attention_is_traced_where_it_is_and_every_layer_adds_up(name):
+    recording = traced(name).recording
     assert recording.attention_layers == LAYERS[name]
-    model.set_attn_implementation("eager")
-    seen: dict[int, torch.Tensor] = {}
-    handles = []
-    for layer in anatomy_of(model).attention_layers:
-        keep = functools.partial(_keep, seen, layer.index)
-        handles.append(layer.attention.register_forward_hook(keep))
-    with torch.no_grad():
-        model(tokens(40))
-    for handle in handles:
-        handle.remove()
-    queries = 40 - torch.arange(40).double()
-    rates = []
-    for layer, received_HS in enumerate(recording["received"]):
-        if layer not in LAYERS[name]:
-            assert received_HS.isnan().all()
-            continue
-        alpha_BHS = seen[layer].double().sum(2) / queries
-        torch.testing.assert_close(received_HS.double(), alpha_BHS.mean(0), rtol=1e-4, atol=1e-5)
-        rates.append((alpha_BHS > 0.3).double().mean((0, 1)))
-    # The rate counts the heads that exist, and no others.
-    torch.testing.assert_close(recording.sink_rate.double(), torch.stack(rates).mean(0))
-
-
-def _keep(seen, layer, module, args, output) -> None:
-    seen[layer] = output[1]
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_what_leaves_a_layer_is_what_enters_it_and_what_its_parts_add(name):
+    check_attention(model_of(name), tokens(40))
     check_sum(model_of(name))
+
+
+def test_a_sink_rate_counts_the_heads_that_exist():
+    recording = traced("jamba").recording
+    is_sink_LHS = recording["head_sink_rate"][[1, 3]]
+    torch.testing.assert_close(recording.sink_rate, is_sink_LHS.mean((0, 1)))
+    assert traced("jamba").findings.strongest[1] == pytest.approx(float(is_sink_LHS.mean((0, 1)).max()), abs=0.05)
 
 
 @pytest.mark.parametrize("name", ["jamba", "nemotron_h"])
@@ -81,9 +60,11 @@ def test_tables_have_rows_for_what_is_there(name, tmp_path: Path):
     writes = np.isfinite(np.asarray(positions["largest_write"]).reshape(4, -1)).all(1)
     assert writes.tolist() == [layer.has_feed_forward for layer in result.recording.anatomy.layers]
     assert result.summary["attention_layers"] == attention
-    result.save(tmp_path / "run")
-    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    page = result.report(tmp_path / "report.html").read_text(encoding="utf-8")
     assert f"4 layers, {len(attention)} with attention" in page
+    shown = from_run(result.save(tmp_path / "run")).heads(result.findings.strongest[0])
+    assert shown is not None
+    assert np.isfinite(shown).all(1).nonzero()[0].tolist() == attention
 
 
 def test_chunks_give_what_one_pass_gives():
@@ -106,6 +87,13 @@ def test_a_mask_acts_in_the_layers_with_attention():
 def test_interventions_do_what_they_say_in_a_hybrid():
     result = sinkscope.intervene(model_of("jamba"), {"amplify": "10:4"}, num_sequences=8, length=32)
     assert all(check.passed for check in result.checks)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+def test_a_hybrid_is_audited(name):
+    schemes = ["activations-8-static", "weights-8-channel", "cache-8"]
+    audit = sinkscope.audit(model_of(name), schemes=schemes, num_sequences=2, length=32)
+    assert audit.summary["num_layers"] == 4
 
 
 REFUSALS = {
