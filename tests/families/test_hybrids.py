@@ -92,7 +92,7 @@ def test_interventions_do_what_they_say_in_a_hybrid():
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
 def test_a_hybrid_is_audited(name):
     schemes = ["activations-8-static", "weights-8-channel", "cache-8"]
-    audit = sinkscope.audit(model_of(name), schemes=schemes, num_sequences=2, length=32)
+    audit = sinkscope.audit(model_of(name), schemes=schemes, num_sequences=2, length=64)
     assert audit.summary["num_layers"] == 4
 
 
