@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sinkscope.errors import InputError
-from sinkscope.models.anatomy import anatomy_of
+from sinkscope.models.anatomy import Layer, anatomy_of
+from sinkscope.tracing.layer_neurons import LayerNeurons
 from sinkscope.tracing.trace import trace
 
 BASE = dict(
@@ -103,18 +104,24 @@ def check_sum(model: PreTrainedModel) -> None:
 
         return hook
 
-    checked = [layer for layer in anatomy.layers if layer.experts is None and layer.post_norm is None]
+    def keep_experts(layer: Layer, neurons: LayerNeurons):
+        def hook(module, args, output):
+            kept[layer.index, "neurons"] = neurons.at(torch.arange(tokens().numel())).double()
+
+        return hook
+
+    checked = [layer for layer in anatomy.layers if layer.post_norm is None]
     for layer in checked:
-        handles += [
-            layer.block.register_forward_pre_hook(keep((layer.index, "entering")), with_kwargs=True),
-            layer.block.register_forward_hook(keep((layer.index, "leaving")), with_kwargs=True),
-        ]
+        handles.append(layer.block.register_forward_pre_hook(keep((layer.index, "entering")), with_kwargs=True))
         for number, (part, _) in enumerate(layer.mixing_exits):
             handles.append(part.register_forward_hook(keep((layer.index, f"mixed {number}")), with_kwargs=True))
-        if layer.has_feed_forward:
-            handles.append(
-                layer.down_projection.register_forward_pre_hook(keep((layer.index, "neurons")), with_kwargs=True)
-            )
+        if layer.down_projection is not None:
+            place = layer.index, "neurons"
+            handles.append(layer.down_projection.register_forward_pre_hook(keep(place), with_kwargs=True))
+        elif layer.experts is not None:
+            neurons = LayerNeurons(layer)
+            handles += [*neurons.hooks(), layer.block.register_forward_hook(keep_experts(layer, neurons))]
+        handles.append(layer.block.register_forward_hook(keep((layer.index, "leaving")), with_kwargs=True))
     with torch.no_grad():
         model(tokens())
     for handle in handles:
@@ -125,7 +132,8 @@ def check_sum(model: PreTrainedModel) -> None:
         for number, (_, scale) in enumerate(layer.mixing_exits):
             added += scale * kept[layer.index, f"mixed {number}"]
         if layer.has_feed_forward:
-            added += kept[layer.index, "neurons"] @ layer.written_vectors(None).double().T
+            vectors = torch.cat([layer.written_vectors(expert) for expert, _ in layer.down_weights()], dim=1)
+            added += kept[layer.index, "neurons"] @ vectors.double().T
             bias = getattr(layer.down_projection, "bias", None)
             added += 0 if bias is None else bias.detach().double() * layer.feed_forward_scale
         torch.testing.assert_close(change, added, rtol=1e-4, atol=1e-4 * float(change.abs().max()))

@@ -17,10 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sinkscope.errors import InputError
-from sinkscope.models.anatomy import Layer, anatomy_of
+from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.families import FAMILIES
 from sinkscope.models.finding import find_family
-from sinkscope.tracing.layer_neurons import LayerNeurons
 from sinkscope.tracing.trace import trace
 
 IN_TABLE = {model_type for family in FAMILIES for model_type in family.model_types}
