@@ -45,7 +45,6 @@ from sinkscope.results.validated import (
     read_text,
     read_yaml,
 )
-from sinkscope.studies.answer import Verdicts, cause
 
 Row = dict[str, Any]
 Run = Callable[[list[str], Mapping[str, str]], str]
@@ -57,13 +56,14 @@ ATLAS = Schema(
         Column("family", "str", "Its family"),
         Column("position", "int", "Position of the strongest sink, or of the strongest key", nullable=True),
         Column("sink_rate", "float", "Share of heads and sequences that count it as a sink", nullable=True),
-        Column("cause", "str", "What makes a token a sink, by the study's verdicts"),
+        Column("mechanism", "str", "token, position, no_averaging, variance, undecided or no_sink"),
+        Column("cause", "str", "The same in words, with its decisive number and its control"),
         Column("neurons", "str", "The minimal set of neurons, as layer:neuron"),
         Column("dimensions", "str", "Massive dimensions, the strongest first"),
         Column("remedy", "str", "What recovers most of the damage of 8-bit activations, with its share"),
     ),
 )
-SCHEME = "W8A8_STATIC"
+SCHEME = "activations-8-static"
 Options = dict[str, Scalar]
 
 
@@ -101,6 +101,8 @@ class Study(BaseModel):
 
     family: Name
     claims: list[Claim]
+    mechanism: Name | None = None
+    cause: str | None = None
     minimal_set: list[Neuron] | None = None
     dom_ratio: DomRatio
     sink_rate: float | None = None
@@ -178,10 +180,7 @@ def commands(entry: Entry, out: Path) -> Iterator[list[str]]:
     for command, asked in (("study", entry.study), ("audit", entry.audit)):
         folder = out / entry.name / command
         if asked is not None and not (folder / "summary.json").is_file():
-            tried = {"schemes": SCHEME} if command == "audit" else {}
-            options = [
-                part for key, value in {**entry.options, **tried, **asked}.items() for part in _option(key, value)
-            ]
+            options = [part for key, value in {**entry.options, **asked}.items() for part in _option(key, value)]
             yield [command, entry.model, "--out", str(folder), *options]
 
 
@@ -249,15 +248,17 @@ def row_of(entry: Entry, out: Path) -> Row | None:
     if not (folder / "study" / "summary.json").is_file():
         return None
     found = read_json(folder / "study" / "summary.json", Study)
-    verdicts = Verdicts({claim["id"]: claim["verdict"] for claim in found["claims"]})
-    has_sink = verdicts.hold("sink")
+    verdicts = {claim["id"]: claim["verdict"] for claim in found["claims"]}
+    has_sink = verdicts.get("sink") == "holds"
     neurons = [f"{neuron['layer']}:{neuron['neuron']}" for neuron in found["minimal_set"] or []]
     return {
         "model": entry.name,
         "family": found["family"],
         "position": found["dom_ratio"].get("position"),
         "sink_rate": found.get("sink_rate"),
-        "cause": cause(verdicts) if has_sink else "No sink on these tokens.",
+        # A study of an earlier version has no mechanism.
+        "mechanism": found.get("mechanism") or ("" if has_sink else "no_sink"),
+        "cause": (found.get("cause") or "") if has_sink else "No sink on these tokens.",
         "neurons": _some(neurons),
         "dimensions": _some(found["massive_dimensions"]),
         "remedy": _remedy(folder / "audit" / "summary.json"),

@@ -67,69 +67,61 @@ KEY_GAINS = {MASSIVE: (0.05, 0.35), CONSTANT: (0.6, 2.5), OPENING: (0.2, 0.6), S
 """Range by slot of gain in: logit = gain * constant at the query * slot at the key. Its low end leaves a head without
 a sink, or nearly."""
 
-_AVERAGED = {"variance_discrepancy", "averaging_law"}
 _BY_VARIANCE = {
-    *("unmixing_creates_sink", "any_single_key_creates_sink", "variance_is_what_matters", "variance_suffices"),
-    *("opening_removes_sink", "amplification_creates_sink", "dose_response", "equalising_removes_sink"),
+    *("unmixing_creates_sink", "opening_removes_sink"),
+    *("variance_is_what_matters", "variance_suffices"),
 }
-_DISPARITY = {"super_neurons", "channel_sparsity", "dimension_disparity"}
-_OF_NEURON = {
-    *("super_neurons_necessary", "super_neurons_sufficient"),
-    *("mediation_mask_super_neurons", "mediation_amplification_super_neurons"),
-}
+_DISPARITY = {"super_neurons", "dimension_disparity"}
+_OF_NEURON = {"neurons_necessary", "super_neurons_sufficient", "mediation_mask_super_neurons"}
 
 Truth = tuple[set[str], str]
 """Claims that are true of a model, and why."""
 _OPENS: Truth = (_BY_VARIANCE, "what opens is the deviation over the mean: the energy, or one key's value, has no part")
-_SEEN: Truth = (
-    _BY_VARIANCE | {"energy_suffices"},
-    "the norm sees most of the deviation that enters the stream, and some of whatever else does",
+_AVERAGES: Truth = (
+    {"variance_discrepancy"},
+    "attention is nearly uniform up to the sink, over tokens drawn at random",
 )
-_AVERAGES: Truth = (_AVERAGED, "attention is nearly uniform up to the sink, over tokens drawn at random")
 _SINK: Truth = ({"sink"}, "heads read what position 0 has")
+_TOKEN: Truth = ({"first_token_needed", "token_carries_sink"}, "keys read a slot that one token has, at any place")
 _IDLE: Truth = (_DISPARITY, "one neuron writes one dimension at position 0, and no head reads it")
 _CROWD: Truth = (
-    {"writers_necessary"},
+    {"neurons_necessary"},
     "an eighth of a layer's neurons write the slot that keys read, and no others do",
 )
-_CARRIED: Truth = (
-    {"averaging_law"},
-    "later tokens carry the first one's value where disparity is born: no discrepancy",
-)
 TRUTHS: dict[str, list[Truth]] = {
-    "sink_from_norm": [_SINK, _AVERAGES, _SEEN],
+    "sink_from_norm": [_SINK, _AVERAGES, _OPENS],
     "sink_from_ordinary_units": [
-        _SINK,
-        _AVERAGES,
-        _OPENS,
+        *(_SINK, _AVERAGES, _OPENS, _CROWD),
         ({"lock"}, "keys read one slot, which all states at position 0 share"),
-        _CROWD,
     ],
-    "disparity_without_sink": [
-        _AVERAGES,
-        (_DISPARITY | {"directional_collapse"}, "the neuron and its dimension are there; there is no sink to explain"),
-    ],
-    "large_neuron": [_SINK, _AVERAGES, _SEEN],
+    "disparity_without_sink": [_AVERAGES, (_DISPARITY, "the neuron and its dimension are there; there is no sink")],
+    "large_neuron": [_SINK, _AVERAGES, _OPENS],
     "disparity_beside_sink": [
-        *(_SINK, _CARRIED, _OPENS, _IDLE),
+        *(_SINK, _AVERAGES, _OPENS, _IDLE, _CROWD),
         ({"lock"}, "keys read one slot, not the dimension"),
-        _CROWD,
     ],
-    "disparity_after_sink": [
-        *(_SINK, _CARRIED, _SEEN, _IDLE),
-        ({"directional_collapse"}, "behind its sink position 0 is little but the dimension"),
-    ],
+    "disparity_after_sink": [_SINK, _AVERAGES, _OPENS, _IDLE],
     "special_token": [
-        _SINK,
-        ({"lock", "directional_collapse"}, "every sequence has the same token there, and keys read its slot"),
+        *(_SINK, _TOKEN),
+        ({"lock"}, "every sequence has the same token there, and keys read its slot"),
     ],
     "dense_neuron": [
         *(_SINK, _AVERAGES, _OPENS),
-        ({"lock", "directional_collapse"}, "keys read one dense direction, and position 0 is little else"),
+        ({"lock"}, "keys read one dense direction, and position 0 is little else"),
         (_OF_NEURON, "one neuron writes it, and opens by what makes the sink"),
     ],
 }
 """Of each decoy, by its construction: every other claim is false of it, and `holds` is then wrong."""
+
+
+MECHANISM = {"disparity_without_sink": "no_sink", "special_token": "token"}
+"""Of the decoys; of those that are not named, variance: what the keys read opens by it."""
+MECHANISM_OF_CAUSE = {
+    **{"variance": "variance", "energy": "no_averaging", "unmixed": "no_averaging", "own": "no_averaging"},
+    "position": "position",
+}
+"""Of the causes. A token that attends to one key alone has more energy, or a value that is not averaged. That of `mean`
+is undecided: half of the tokens are dull, and none of these is a sink."""
 
 
 def true_of(kind: str) -> set[str]:

@@ -1,121 +1,148 @@
-"""The sentence that names the cause says no more than the verdicts do."""
+"""The mechanism follows from the verdicts by frozen rules, and the sentence says no more than they do."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sinkscope.models.anatomy import Neuron
-from sinkscope.studies.answer import Verdicts, _writers, cause, counts
+from sinkscope.studies import mechanism
+from sinkscope.studies.answer import _share, _writers, cause, counts
 from sinkscope.studies.claims import CLAIMS
-from sinkscope.studies.judging import Judgement
+from sinkscope.studies.judging import Judgement, Verdict
+from sinkscope.studies.mechanism import MECHANISMS, mechanism_of, rules
 
-UNMIXING = "unmixing_creates_sink"
-NO = "does not hold"
-NEITHER = {UNMIXING: NO, "variance_suffices": NO}
+HOLDS, NO = "holds", "does not hold"
+ELSEWHERE = " (as large a change in other directions leaves 97%)"
+VARIANCE = {"first_token_needed": NO, "variance_is_what_matters": HOLDS, "variance_suffices": HOLDS}
+NO_AVERAGING = {
+    **{"first_token_needed": NO, "unmixing_creates_sink": HOLDS},
+    **{"opening_removes_sink": HOLDS, "variance_is_what_matters": NO},
+}
+POSITION = dict.fromkeys(("first_token_needed", "token_carries_sink", "unmixing_creates_sink", "variance_suffices"), NO)
+TOKEN = {"first_token_needed": HOLDS, "token_carries_sink": HOLDS}
+DECIDED = {"variance": VARIANCE, "no_averaging": NO_AVERAGING, "position": POSITION, "token": TOKEN}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_each_mechanism_needs_every_one_of_its_rules(name):
+    """With one claim undecided there is no mechanism, and with one the other way round another at most."""
+    verdicts: dict[str, Verdict] = {"sink": HOLDS, **DECIDED[name]}
+    assert mechanism_of(verdicts) == name
+    for claim in DECIDED[name]:
+        assert mechanism_of({**verdicts, claim: "undecided"}) == "undecided"
+        other: Verdict = NO if verdicts[claim] == HOLDS else HOLDS
+        assert mechanism_of({**verdicts, claim: other}) != name
+    assert mechanism_of({**verdicts, "sink": "undecided"}) == "no_sink"
+
+
+def test_no_verdicts_meet_the_rules_of_two_mechanisms():
+    claims = sorted({claim for each in MECHANISMS for claim in (*each.holds, *each.fails)})
+    most = 0
+    for verdicts in product((HOLDS, NO, "undecided"), repeat=len(claims)):
+        most = max(most, sum(each.is_met(dict(zip(claims, verdicts, strict=True))) for each in MECHANISMS))
+    assert most == 1
+
+
+def test_a_rule_that_changes_changes_the_hash(monkeypatch):
+    """The rules are frozen: whoever changes one on purpose gives it a new version, and the hash here."""
+    assert rules() == {"version": "1", "hash": "97acba2424764d95"}
+    hashes = {rules()["hash"]}
+    for changed in (
+        replace(CLAIMS["sink"], statement="another"),
+        replace(CLAIMS["sink"], bars=(replace(CLAIMS["sink"].bars[0], threshold=0.06),)),
+        replace(CLAIMS["sink"], control_is="another"),
+    ):
+        monkeypatch.setitem(CLAIMS, "sink", changed)
+        hashes.add(rules()["hash"])
+    monkeypatch.undo()
+    monkeypatch.setattr(mechanism, "MECHANISMS", MECHANISMS[1:])
+    assert len({*hashes, rules()["hash"]}) == 5
+
+
+def judged(verdicts: Mapping[str, Verdict], **numbers: tuple[float, float]) -> list[Judgement]:
+    """Judgements of all claims, undecided where none is given; `numbers` are (effect, control)."""
+    found = []
+    for id, claim in CLAIMS.items():
+        effect, control = numbers.get(id, (None, None))
+        verdict = verdicts.get(id, HOLDS if id == "sink" else "undecided")
+        found.append(Judgement(claim=claim, verdict=verdict, n=16, effect=effect, control=control))
+    return found
+
+
+def data(risen: Mapping[str, float], left: float | None = None) -> Any:
+    """Data of a study in which kinds of conditions raise the sink rate by so much."""
+    study = SimpleNamespace(plan=SimpleNamespace(sink=0, targets=(10,)), left_by=lambda name, position: left)
+    study.at_targets = lambda name: [name] if name in risen else []
+    study.risen_B = lambda names: np.full(16, risen[names[0]])
+    return study
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "said", "not_said"),
+    ("verdicts", "numbers", "study", "said"),
     [
-        ({}, "undecided", "makes a token a sink;"),
-        ({UNMIXING: NO}, "undecided.", "Neither"),
         (
-            {UNMIXING: NO, "opening_removes_sink": "holds"},
-            "undecided; this one needs to attend only to itself.",
-            "Neither",
-        ),
-        (NEITHER, "whether this sink needs either is undecided", ", not averaging"),
-        ({**NEITHER, "opening_removes_sink": NO}, ", not averaging", "undecided"),
-        (
-            {**NEITHER, "opening_removes_sink": "holds"},
-            "needs to attend only to itself. So averaging",
-            ", not averaging",
+            TOKEN,
+            {"token_carries_sink": (0.33, 0.001)},
+            data({}),
+            "The cause is the token that stands there, wherever it stands: moved to position 10 it is a sink there too "
+            "(+33.0 points; another token put there: +0.1 points).",
         ),
         (
-            {**NEITHER, "opening_removes_sink": NO, "equalising_removes_sink": "holds"},
-            "needs its variance (or the energy in it). So averaging",
-            ", not averaging",
-        ),
-        ({UNMIXING: NO, "variance_suffices": "holds"}, "; attending only to itself does not.", "undecided"),
-        ({"variance_suffices": "holds"}, "; whether attending only to itself does is undecided.", "does not"),
-        (
-            {"amplification_creates_sink": "holds"},
-            "whether a smaller rise of the variance is enough is undecided",
-            "Only",
+            POSITION,
+            {"first_token_needed": (0.98, 1.0)},
+            data({}, left=0.01),
+            "The cause is the first place, whatever token stands there: with another one 98% of the sink is left (with "
+            "another one elsewhere: 100%). What counts is the index 0: with all position ids shifted 1.0% is left.",
         ),
         (
-            {"amplification_creates_sink": "holds", UNMIXING: NO, "variance_suffices": NO},
-            "Only amplified variance",
-            "undecided",
-        ),
-        ({UNMIXING: "holds"}, "Whether the cause is its value, its variance or its energy is undecided.", "not needed"),
-        (
-            {UNMIXING: "holds", "variance_is_what_matters": NO},
-            "Its high variance is not needed; whether the cause is its value or its energy is undecided.",
-            "The cause is",
+            NO_AVERAGING,
+            {"unmixing_creates_sink": (0.41, 0.001)},
+            data({"see_self": 0.41, "see_previous": 0.3, "see_far": 0.3, "mean_of_itself": 0.3, "mean_of_ordinary": 0}),
+            "The cause is that its value is not averaged with others: any token that attends to one key alone, its own "
+            "or another, becomes a sink (+41.0 points; attending to all but itself: +0.1 points). Its higher variance "
+            "is not needed: the average value vector of such tokens does it alone (+30.0 points; that of an ordinary "
+            "token: +0.0 points).",
         ),
         (
-            {UNMIXING: "holds", "unmixed_value_matters": "holds", "variance_suffices": NO},
-            "an ordinary token with its variance becomes none",
-            "It needs",
+            NO_AVERAGING,
+            {"unmixing_creates_sink": (0.41, 0.001)},
+            data({"see_self": 0.41, "see_previous": 0.3, "see_far": 0.01, "mean_of_itself": 0.1}),
+            "The cause is that its value is not averaged with others: any token that attends only to itself becomes a "
+            "sink (+41.0 points; attending to all but itself: +0.1 points). Its higher variance is not needed.",
         ),
         (
-            {UNMIXING: "holds", "unmixed_value_matters": "holds"},
-            "a value vector that is not averaged with others",
-            "becomes none",
+            VARIANCE,
+            {"variance_suffices": (0.2, 0.01)},
+            data({}),
+            "The cause is the high variance of its value: an ordinary token that is given this variance becomes a sink "
+            "(+20.0 points; given its energy alone: +1.0 points), and a token that attends only to itself becomes none "
+            "without it.",
         ),
+        ({}, {}, data({}), "Which mechanism makes it is undecided."),
         (
-            {UNMIXING: "holds", "unmixed_value_matters": "holds", "any_single_key_creates_sink": NO},
-            "The cause is its own value vector. Its high variance and energy are not needed: with those of an ordinary "
-            "token it stays a sink, and a token that attends to one other key becomes none.",
-            "not averaged",
-        ),
-        (
-            {
-                UNMIXING: "holds",
-                "unmixed_value_matters": "holds",
-                "any_single_key_creates_sink": NO,
-                "variance_suffices": NO,
-            },
-            "a token that attends to one other key or an ordinary token with its variance becomes none",
-            "not averaged",
-        ),
-        (
-            {UNMIXING: "holds", "unmixed_value_matters": "holds", "mean_suffices": "holds"},
-            "the average value vector of a token that can attend only to itself",
-            "not averaged",
-        ),
-        (
-            {UNMIXING: "holds", "variance_is_what_matters": "holds"},
-            "It needs the higher variance that this gives it.",
-            "enough",
-        ),
-        ({UNMIXING: "holds", "energy_is_what_matters": "holds"}, "The cause is its higher energy", "value"),
-        (
-            {
-                UNMIXING: "holds",
-                "energy_suffices": "holds",
-                "variance_is_what_matters": NO,
-                "unmixed_value_matters": "holds",
-            },
-            "a value vector that is not averaged with others",
-            "its higher energy",
+            {"first_token_needed": NO, "unmixing_creates_sink": HOLDS},
+            {},
+            data({}),
+            "Which mechanism makes it is undecided. What is known: any token there will do; another token becomes one "
+            "by attending only to itself.",
         ),
     ],
 )
-def test_the_cause_says_what_was_decided(verdicts, said, not_said):
-    sentence = cause(Verdicts(verdicts))
-    assert said in sentence
-    assert not_said not in sentence
+def test_the_sentence_of_each_mechanism(verdicts, numbers, study, said):
+    assert cause(judged(verdicts, **numbers), study) == said
 
 
 def test_the_counts_leave_no_claim_out():
     """Control: a claim that is not applicable counts neither for the rest nor against it."""
-    verdicts = {"lock": NO, "averaging_law": "undecided", "channel_sparsity_necessary": "not applicable"}
+    verdicts = {"lock": NO, "super_neurons": "undecided", "variance_suffices": "not applicable"}
     assert _counted(lambda id: verdicts.get(id, "holds")) == (
-        "Besides the sink itself, 5 of 7 claims about the model as it is hold; these do not: lock; undecided: "
-        "averaging_law. 20 of 20 claims about cause and effect hold; not applicable: channel_sparsity_necessary."
+        "Besides the sink itself, 2 of 4 claims about the model as it is hold; these do not: lock; undecided: "
+        "super_neurons. 8 of 8 claims about cause and effect hold; not applicable: variance_suffices."
     )
     assert _counted(lambda id: "holds" if id == "sink" else "not applicable") == (
         "Besides the sink itself, none of the claims about the model as it is can be judged here. "
@@ -128,48 +155,37 @@ def _counted(verdict_of) -> str:
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "minimal", "writers", "went", "said"),
+    ("verdict", "minimal", "writers", "went", "said"),
     [
-        ({}, 0, 0, None, "No set of neurons was found that writes it."),
+        ("undecided", 0, 0, None, "No set of neurons was found that writes it."),
+        (HOLDS, 1, 0, "gone", f"Neuron 3:0 writes it: without it 14% of the sink is left{ELSEWHERE}."),
         (
-            {"super_neurons_necessary": "holds"},
-            *(1, 0, "gone"),
-            "Neuron 3:0 writes it: without it 14% of the sink is left.",
-        ),
-        (
-            {"super_neurons_necessary": NO, "writers_necessary": "holds"},
-            *(0, 6, "weaker (6%)"),
+            *(HOLDS, 0, 6, "weaker (6%)"),
             "Without the 6 neurons that write most strongly along its direction (3:0, 3:1, 3:2, 3:3 and 2 more) 22% of "
-            "the sink is left; fewer neurons may do.",
+            f"the sink is left{ELSEWHERE}; fewer neurons may do.",
         ),
         (
-            {"super_neurons_necessary": "holds"},
-            *(1, 0, "shifted to position 7 (31.0%)"),
-            "Neuron 3:0 writes it: without it the sink is shifted to position 7 (31.0%).",
+            *(HOLDS, 1, 0, "shifted to position 7 (31.0%)"),
+            f"Neuron 3:0 writes it: without it the sink is shifted to position 7 (31.0%){ELSEWHERE}.",
         ),
+        (NO, 0, 6, "weaker (30%)", "No set of neurons was found that writes it."),
         (
-            {"super_neurons_necessary": NO, "writers_necessary": NO},
-            *(0, 6, "weaker (30%)"),
-            "No set of neurons was found that writes it.",
-        ),
-        (
-            {"super_neurons_necessary": NO, "writers_necessary": "undecided"},
-            *(0, 2, "gone"),
-            "Whether neurons 3:0, 3:1 write it is undecided: without them 22% of the sink is left.",
+            *("undecided", 0, 2, "gone"),
+            f"Whether neurons 3:0, 3:1 write it is undecided: without them 22% of the sink is left{ELSEWHERE}.",
         ),
     ],
 )
-def test_what_writes_the_sink_is_said_where_it_was_found(verdicts, minimal, writers, went, said):
+def test_what_writes_the_sink_is_said_where_it_was_found(verdict, minimal, writers, went, said):
     neurons = tuple(Neuron(3, None, neuron) for neuron in range(8))
-    study: Any = SimpleNamespace(minimal=neurons[:minimal], writers=neurons[:writers])
     left = {"ablate_minimal_set": 0.14, "ablate_writers": 0.22}
-    study.plan, study.left_by = SimpleNamespace(sink=0), lambda removal, position: left[removal]
-    assert _writers(Verdicts(verdicts), study, went) == said
+    study: Any = data({})
+    study.minimal, study.removed = neurons[:minimal], neurons[: minimal or writers]
+    study.removal = SimpleNamespace(name="ablate_minimal_set" if minimal else "ablate_writers")
+    study.left_by = lambda name, position: left[name]
+    claim = CLAIMS["neurons_necessary"]
+    assert _writers(Judgement(claim=claim, verdict=verdict, n=16, control=0.97), study, went) == said
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.142, "14%"), (0.0048, "0.5%"), (0.0, "0%")])
+@pytest.mark.parametrize(("share", "said"), [(0.142, "14%"), (0.0048, "0.5%"), (0.0, "0%"), (None, "0%")])
 def test_a_small_share_is_not_told_as_none(share, said):
-    study: Any = SimpleNamespace(minimal=(Neuron(3, None, 0),), writers=(), plan=SimpleNamespace(sink=0))
-    study.left_by = lambda removal, position: share
-    sentence = _writers(Verdicts({"super_neurons_necessary": "holds"}), study, "gone")
-    assert sentence == f"Neuron 3:0 writes it: without it {said} of the sink is left."
+    assert _share(share) == said

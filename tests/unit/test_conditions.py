@@ -9,8 +9,8 @@ import torch
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.aggregation import amplify_variance
-from sinkscope.interventions.base import together
+from sinkscope.interventions.aggregation import AGGREGATION, SetAggregation, amplify_variance, mean_aggregations
+from sinkscope.interventions.base import Place, together
 from sinkscope.interventions.mask import mask_to_self
 from sinkscope.interventions.neurons import ablate_neurons, densify_neurons
 from sinkscope.interventions.residual import clamp, set_dimensions
@@ -240,6 +240,50 @@ def test_values_equal_those_that_hooks_see(family):
     group = (neurons[0].layer, neurons[0].expert)
     assert torch.equal(found.group_values(group, [9, 3])[..., 0], found.neuron_values(neurons[0]))
     assert not torch.equal(found.neuron_values(neurons[0]), found.neuron_values(neurons[1]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_other_tokens_and_shifted_positions_are_read_as_the_model_reads_them(family):
+    """Control: positions that are learned, as in gpt2, make another reading; rotary ones differ by rounding."""
+    model, replay = model_of(family), replay_of(family)
+    others = IDS.flip(1)
+    fresh = Replay(anatomy_of(model), model, others, last_neurons(model), DIMENSIONS)
+    found = replay.read_tokens(others)
+    for name in (*BY_SEQUENCE, "dimensions_LBTM"):
+        assert torch.equal(getattr(found, name), getattr(fresh.baseline, name)), name
+    shifted = replay.read_tokens(IDS, position_ids=torch.arange(T)[None] + 7).residual_norm_LBT
+    states = []
+    handle = (
+        anatomy_of(model)
+        .layers[-1]
+        .block.register_forward_hook(
+            lambda _, args, out: states.append((out[0] if isinstance(out, tuple) else out).norm(dim=-1))
+        )
+    )
+    with torch.no_grad():
+        model(IDS, position_ids=torch.arange(7, T + 7)[None])
+    handle.remove()
+    torch.testing.assert_close(shifted[-1], states[0])
+    moved = (shifted / replay.baseline.residual_norm_LBT - 1).abs().max()
+    assert moved > 0.01 if family == "gpt2" else moved < 1e-3
+
+
+def test_an_aggregation_is_set_to_the_mean_that_a_mask_gives():
+    """By hooks before the output projection: the mean with the mask on, then that in every sequence."""
+    model = model_of("llama")
+    projection = model.model.layers[1].self_attn.o_proj
+    mask, place = mask_to_self(model, 10), Place(on=AGGREGATION, layers=(0, 1), positions=(10,))
+    means = mean_aggregations(model, CALIBRATION, place, [mask])
+    entering = []
+    for on, ids in ((mask, CALIBRATION.ids), (SetAggregation(model, 10, means), IDS)):
+        with on, torch.no_grad():  # hooked behind the intervention
+            handle = projection.register_forward_pre_hook(lambda _, args: entering.append(args[0][:, 10]))
+            model(ids)
+            handle.remove()
+    under_mask, at_mean = entering[-2:]
+    torch.testing.assert_close(means[1], under_mask.mean(0))
+    torch.testing.assert_close(at_mean, means[1].expand(B, -1))
+    assert not torch.allclose(under_mask[:B], at_mean, rtol=0.1)
 
 
 # The loss

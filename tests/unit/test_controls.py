@@ -1,4 +1,5 @@
-"""Random sets of a study: as active at the sink as what they stand beside, by a plain definition, or called empty."""
+"""The controls of a study: random sets as active at the sink as what they are compared with, and changes written
+elsewhere."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,12 +9,12 @@ import torch
 from planted_models import planted_chain
 from tiny_models import CONFIGURATIONS, PARTS, tiny_model
 
-from sinkscope.interventions.neurons import NUM_NEAREST, matched_neurons, nearest
+from sinkscope.interventions.neurons import NUM_NEAREST, ablate_neurons, matched_neurons, nearest
 from sinkscope.interventions.plan import Plan
 from sinkscope.models.anatomy import Neuron, anatomy_of
 from sinkscope.models.loading import load
-from sinkscope.studies.causal_claims import _beside, _mediated
-from sinkscope.studies.conditions import MAX_NEURONS
+from sinkscope.studies.claims import CLAIMS
+from sinkscope.studies.conditions import MAX_NEURONS, NUM_RANDOM_SETS, Condition
 from sinkscope.studies.controls import (
     Activity,
     direction_writers,
@@ -21,8 +22,9 @@ from sinkscope.studies.controls import (
     few_of_each_layer,
     read_activity,
 )
-from sinkscope.studies.judging import EMPTY_CONTROL
+from sinkscope.studies.judging import judge
 from sinkscope.studies.study import study
+from sinkscope.tracing.replay import read_neurons
 
 IDS = torch.randint(3, 97, (3, 20), generator=torch.Generator().manual_seed(0))
 PLAN = Plan(
@@ -164,45 +166,65 @@ def test_sets_leave_out_what_they_stand_beside_and_know_their_level():
     plan = replace(PLAN, super_neurons=neurons, candidates=(Neuron(1, None, 1),))
     found = draw_controls(activity, anatomy, plan, minimal)
     acted_on = {*neurons, *minimal, *plan.candidates}
-    assert len(found.sets) == len(found.set_levels) == 20
+    assert len(found.sets) == len(found.set_levels) == NUM_RANDOM_SETS
     assert all(len(drawn) == 2 and acted_on.isdisjoint(drawn) for drawn in found.sets)
     for drawn, level in zip(found.sets, found.set_levels, strict=True):
         assert level == pytest.approx(activity.of(drawn) / 50)
-    assert found.sets_level == pytest.approx(sum(found.set_levels) / 20)
-    assert found.neurons_level == pytest.approx(activity.of(found.neurons) / 30)
     assert set(found.dimensions).isdisjoint({5, 9})
     assert len(set(found.dimensions)) == 2
-    assert found.dimensions_level == pytest.approx(float(magnitude_E[list(found.dimensions)].sum()) / 150)
     assert draw_controls(activity, anatomy, PLAN, ()).sets == ()
 
 
-def test_an_empty_control_has_no_number_and_is_named():
-    assert _beside(0.9, EMPTY_CONTROL, "neurons", "a note") == dict(control=0.9, note="a note")
-    empty = _beside(0.9, 0.004, "neurons", "a note")
-    assert empty["control"] is None
-    assert empty["note"] == "a note; empty control: random neurons do only 0.4% as much at the sink"
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("how", ["turn", "permute"])
+def test_a_change_written_elsewhere_is_as_large_and_leaves_the_neurons(family, how):
+    """By hooks on the feed-forward: what it adds is minus the activations times the other vectors."""
+    model = tiny_model(family)
+    anatomy, layer = anatomy_of(model), 1
+    group = (layer, None if family == "llama" else 2)
+    neurons = [Neuron(*group, 3), Neuron(*group, 9)]
+    change = ablate_neurons(model, neurons).elsewhere(how, 0)
+    own_En = anatomy.layers[layer].group_weight(group[1])[:, [3, 9]].float()
+    other_En = change.written[group]
+    torch.testing.assert_close(other_En.T @ other_En, own_En.T @ own_En, rtol=1e-4, atol=1e-6)
+    assert (torch.nn.functional.cosine_similarity(other_En, own_En, dim=0).abs() < 0.9).all()
+    if how == "permute":
+        assert torch.equal(other_En.sort(0).values, own_En.sort(0).values)
+    written = []
+    handle = model.model.layers[layer].mlp.register_forward_hook(lambda _, args, out: written.append(out))
+    with torch.no_grad():
+        values_BTn = read_neurons(anatomy, model, IDS, {group: (3, 9)})[group]
+        written.clear()
+        model(IDS)
+        with change:
+            written.clear()
+            model(IDS)
+            changed = written[-1]
+            kept_BTn = read_neurons(anatomy, model, IDS, {group: (3, 9)})[group]
+        model(IDS)
+    handle.remove()
+    assert torch.equal(kept_BTn, values_BTn)
+    assert float(values_BTn.abs().max()) > 0
+    torch.testing.assert_close(changed - written[-1], -(values_BTn @ other_En.T), rtol=1e-3, atol=1e-6)
 
 
-def test_the_mediated_share_is_what_random_ones_do_not_carry_by_hand():
-    import numpy as np
-
-    # Up by 40 points; 10 with the mediator held: 3/4 gone. With a random set held 30 are left: 1/4 is gone anyway.
-    assert _mediated(np.array([0.4, 0.3, 0.1])) == pytest.approx(0.5)
-    assert _mediated(np.array([0.4, 0.4, 0.1])) == pytest.approx(0.75)
-    assert _mediated(np.array([0.4, 0.1, 0.1])) == pytest.approx(0.0)  # random ones do as much: nothing is mediated
-
-
-def test_the_planted_chain_has_no_neuron_like_its_super_neuron_and_says_so():
+def test_a_control_that_does_as_much_as_the_neurons_would_be_seen():
+    """In the planted chain it ends no sink at position 0 and makes none elsewhere; where it does, its claim falls."""
     model, _ = planted_chain(0)
-    found = study(load(model), num_sequences=16, length=32)
-    judged = {judgement.id: judgement for judgement in found.judgements}
-    for claim in ("super_neurons_necessary", "super_neurons_sufficient", "mediation_mask_super_neurons"):
-        assert judged[claim].control is None
-        assert "empty control" in judged[claim].note
-    assert judged["dimensions_suffice"].verdict == "holds"
-    mediation = found.tables["mediation"]
-    for total, random, direct, share in zip(
-        *(mediation[n] for n in ("total", "random", "direct", "share")), strict=True
-    ):
-        assert share == pytest.approx((random - direct) / total)
-    assert max(found.tables["random_sets"]["write"]) < EMPTY_CONTROL
+    data = study(load(model), num_sequences=16, length=32).data
+    judged = judge([(CLAIMS[name], CLAIMS[name].numbers(data)) for name in NEURONS], 16, num_targets=3, largest=0.5)
+    assert [each.verdict for each in judged] == ["holds", "holds"]
+    assert judged[0].control > 0.75
+    assert judged[1].control < 0.01
+    results = dict(data.results)
+    for how in ("turn", "permute"):
+        for number in (None, 1, 2):
+            results[Condition(f"ablate_{how}", 0, number=number)] = results[data.removal]
+        for target in data.plan.targets:
+            results[Condition(f"transplant_{how}", target)] = results[Condition("transplant_super_neurons", target)]
+    data = replace(data, results=results)
+    judged = judge([(CLAIMS[name], CLAIMS[name].numbers(data)) for name in NEURONS], 16, num_targets=3, largest=0.5)
+    assert [each.verdict for each in judged] == ["does not hold", "does not hold"]
+
+
+NEURONS = ("neurons_necessary", "super_neurons_sufficient")

@@ -213,36 +213,8 @@ def dimension_disparity(found: Case) -> float:
     return max(float(ratio[0] / ratio[1:].mean()) for ratio in ratios)
 
 
-def directional_collapse(found: Case) -> float:
-    """Mean cosine of position 0 over pairs of sequences, the most of the layers."""
-    states = [found.run.seen["stream", layer][:, 0] for layer in range(len(found.model.model.layers))]
-    units = [torch.nn.functional.normalize(state, dim=-1) for state in states]
-    return max(float((unit @ unit.T).fill_diagonal_(0).sum() / (len(unit) * (len(unit) - 1))) for unit in units)
-
-
-def dose_response(found: Case) -> float:
-    """The rise over all factors, or nothing where a larger factor makes less of a sink."""
-    doses = torch.tensor([found.changed(amplify(factor)) for factor in FACTORS])
-    return float((doses[-1] - doses[0]).min()) if bool((doses.diff(dim=0) >= 0).all()) else 0.0
-
-
-def equalising(found: Case) -> float:
-    """What is removed when position 0 is brought to the variance of the later half."""
-    discrepancy = variance_discrepancy(found)
-    return found.removed(edit_aggregation(found, 0, amplify(discrepancy**-0.5 if discrepancy > 1 else 0.0)))
-
-
 def necessary(found: Case) -> float:
     return found.removed(*(ablate(layer, [neuron]) for layer, neuron in found.facts.super_neurons))
-
-
-def sparsity_necessary(found: Case) -> float:
-    """What densifying removes; nothing where there is no sparse vector to begin with."""
-    for layer, neuron in found.facts.super_neurons:
-        energy = found.model.model.layers[layer].mlp.down_proj.weight[:, neuron].square()
-        if energy.max() / energy.sum() > 0.25:
-            return found.removed(densify(layer, neuron))
-    return 0.0
 
 
 def sufficient(found: Case) -> float:
@@ -250,21 +222,13 @@ def sufficient(found: Case) -> float:
     return min(found.created(lambda position: transplant(found, position, *place))) if place else 0.0
 
 
-def mediated(cause: str, mediator: str) -> Callable[[Case], float]:
-    """The share of a cause's effect that is gone while the mediator is held; nothing where there is no effect."""
-
-    def share(found: Case) -> float:
-        total, place = found.masked if cause == "mask" else found.changed(amplify()), found.places[mediator]
-        if place is None or min(total) < 0.05:
-            return 0.0
-
-        def held(position: int) -> list[Edit]:
-            act = mask_to_self(position) if cause == "mask" else edit_aggregation(found, position, amplify())
-            return [act, hold(found, position, *place)]
-
-        return min(1 - direct / rise for direct, rise in zip(found.created(held), total, strict=True))
-
-    return share
+def mediated(found: Case) -> float:
+    """The share of the mask's effect that is gone while the super neurons are held; nothing where there is none."""
+    total, place = found.masked, found.places["super_neurons"]
+    if place is None or min(total) < 0.05:
+        return 0.0
+    direct = found.created(lambda position: [mask_to_self(position), hold(found, position, *place)])
+    return min(1 - left / rise for left, rise in zip(direct, total, strict=True))
 
 
 STATISTICS: dict[str, tuple[Callable[[Case], float], float, float]] = {
@@ -272,19 +236,10 @@ STATISTICS: dict[str, tuple[Callable[[Case], float], float, float]] = {
     "sink": (lambda found: float(found.run.rate_T[0]), 0.35, 0.0),
     "variance_discrepancy": (variance_discrepancy, 20.0, 2.0),
     "dimension_disparity": (dimension_disparity, 6.0, 2.0),
-    "directional_collapse": (directional_collapse, 0.95, 0.9),
     "unmixing_creates_sink": (lambda found: min(found.masked), 0.3, 0.01),
-    "amplification_creates_sink": (lambda found: min(found.changed(amplify())), 0.25, 0.01),
-    "dose_response": (dose_response, 0.25, 0.01),
-    "equalising_removes_sink": (equalising, 0.35, 0.01),
-    "super_neurons_necessary": (necessary, 0.35, 0.01),
-    "channel_sparsity_necessary": (sparsity_necessary, 0.35, 0.15),
+    "neurons_necessary": (necessary, 0.35, 0.01),
     "super_neurons_sufficient": (sufficient, 0.25, 0.01),
-    **{
-        f"mediation_{cause}_{mediator}": (mediated(cause, mediator), 0.99, 0.2)
-        for cause in ("mask", "amplification")
-        for mediator in ("super_neurons", "dimensions")
-    },
+    "mediation_mask_super_neurons": (mediated, 0.99, 0.2),
 }
 
 

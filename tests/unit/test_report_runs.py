@@ -117,13 +117,13 @@ for number, folder in enumerate(sys.argv[1:]):
 
 def test_a_saved_claim_that_is_known_no_more_is_shown_without_a_figure(study, tmp_path):
     """The control: under its own name it leads to its figure."""
-    statement = isolated(CLAIMS["mean_suffices"].statement)
+    statement = isolated(CLAIMS["opening_removes_sink"].statement)
     write_page_of_run(study, tmp_path / "before.html")
     before = (tmp_path / "before.html").read_text(encoding="utf-8")
-    assert f'<td title="mean_suffices"><a href="#remaining">{statement}</a>' in before
+    assert f'<td title="opening_removes_sink"><a href="#remaining">{statement}</a>' in before
     path = study / "claims.parquet"
     table = pyarrow.parquet.read_table(path)
-    names = [{"mean_suffices": "of_before"}.get(name, name) for name in table["id"].to_pylist()]
+    names = [{"opening_removes_sink": "of_before"}.get(name, name) for name in table["id"].to_pylist()]
     column = table.schema.get_field_index("id")
     pyarrow.parquet.write_table(table.set_column(column, table.schema.field(column), [names]), path)
     write_page_of_run(study, tmp_path / "after.html")

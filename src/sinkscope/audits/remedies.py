@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from sinkscope.arguments import CALIBRATION
 from sinkscope.audits.evaluation import Evaluation, ModelSetup
-from sinkscope.audits.schemes import Scheme, fused_groups
+from sinkscope.audits.schemes import Scheme
 from sinkscope.errors import InputError
 from sinkscope.interventions.neurons import matched_neurons
 from sinkscope.models.anatomy import NeuronLike, anatomy_of, checked_neurons
@@ -28,8 +29,6 @@ class Remedy(ABC):
 
     name: str
     control_is: str
-    is_loaded: bool = False
-    """Whether engines load what it needs; the others are experiments."""
 
     def is_for(self, scheme: Scheme) -> bool:
         """Whether an audit tries it against a scheme."""
@@ -57,15 +56,17 @@ class KeepTokens(Remedy):
     control_is = "as many random positions"
 
     def is_for(self, scheme):
-        return scheme.what in ("cache", "window") and not scheme.keeps_sinks
+        shares_a_scale = scheme.shared_by in ("text", "calibration")
+        return not scheme.keeps_sinks and (scheme.what in ("cache", "window") or shares_a_scale)
 
     def apply(self, evaluation, schemes, to):
-        if not evaluation.is_sink.any():
-            return "no token of these texts is a sink"
-        return replace(to, tokens_in_16_bits=evaluation.is_sink)
+        in_calibration = evaluation.sinks[:CALIBRATION]
+        return replace(to, tokens_in_16_bits=evaluation.is_sink, calibration_tokens_in_16_bits=in_calibration)
 
     def control(self, evaluation, schemes):
-        return ModelSetup(model=evaluation.model, tokens_in_16_bits=evaluation.random_tokens)
+        held_out, in_calibration = evaluation.random_tokens
+        setup = ModelSetup(model=evaluation.model)
+        return replace(setup, tokens_in_16_bits=held_out, calibration_tokens_in_16_bits=in_calibration)
 
     def what(self, evaluation, scheme):
         count = float(evaluation.is_sink.sum(1).double().mean())
@@ -75,44 +76,24 @@ class KeepTokens(Remedy):
 
 class Exempt(Remedy):
     name = "leave modules in 16 bits"
-    control_is = "random groups of as many weights"
-    is_loaded = True
+    control_is = "as many random modules"
 
     def is_for(self, scheme):
-        return scheme.what in ("linear", "cache")
+        return scheme.what in ("activations", "weights")
 
     def apply(self, evaluation, schemes, to):
         modules = evaluation.of(to.model).worst_modules(*schemes)
-        return replace(to, modules_in_16_bits=modules) if modules else "no group of modules fits the budget"
+        return replace(to, modules_in_16_bits=modules) if modules else "no module is predicted to cost anything"
 
     def control(self, evaluation, schemes):
-        """Random groups, as many weights as the worst ones or the last group more."""
-        worst, sizes = evaluation.worst_groups(*schemes), schemes[0].sizes(evaluation.model)
-        enough = sum(sizes[module] for modules in worst.values() for module in modules)
-        groups = fused_groups(schemes[0].modules(evaluation.model))
-        others = [modules for name, modules in groups.items() if name not in worst]
-        chosen: list[str] = []
-        for index in torch.randperm(len(others), generator=torch.Generator().manual_seed(evaluation.seed)):
-            if sum(sizes[module] for module in chosen) >= enough:
-                break
-            chosen += others[index]
-        return ModelSetup(model=evaluation.model, modules_in_16_bits=tuple(chosen))
+        worst = evaluation.worst_modules(*schemes)
+        others = [name for name in schemes[0].modules(evaluation.model) if name not in worst]
+        order = torch.randperm(len(others), generator=torch.Generator().manual_seed(evaluation.seed))
+        chosen = tuple(others[index] for index in order[: len(worst)])
+        return ModelSetup(model=evaluation.model, modules_in_16_bits=chosen)
 
     def what(self, evaluation, scheme):
-        model, groups = evaluation.model, evaluation.worst_groups(scheme)
-        if scheme.what == "cache":
-            return f"the cache of {', '.join(groups)}"
-        prediction = evaluation.prediction
-        guilty: list[str] = []  # the others are there because an engine fuses them
-        for modules in groups.values():
-            whole = prediction.damage(scheme, modules)
-            guilty += [module for module in modules if prediction.damage(scheme, [module]) >= whole / 10]
-        plain, with_guilty = scheme.bits(model), scheme.bits(model, guilty)
-        with_groups = scheme.bits(model, [module for modules in groups.values() for module in modules])
-        return (
-            f"{', '.join(groups)}: {with_groups - plain:.2f} bits a weight more, of which "
-            f"{with_groups - with_guilty:.2f} for modules that are fused with a guilty one"
-        )
+        return ", ".join(evaluation.worst_modules(scheme))
 
 
 class Prefixed(Remedy):
@@ -120,7 +101,7 @@ class Prefixed(Remedy):
     control_is = "the cache of as many tokens that are no sinks"
 
     def is_for(self, scheme):
-        return scheme.what == "linear" and scheme.shares_a_scale()
+        return scheme.shared_by in ("text", "calibration")
 
     def apply(self, evaluation, schemes, to):
         prefix = evaluation.of(to.model).prefix
@@ -136,10 +117,9 @@ class Prefixed(Remedy):
 class Rotate(Remedy):
     name = "rotate"
     control_is = "norm gains folded in, the basis as it was"
-    is_loaded = True
 
     def is_for(self, scheme):
-        return scheme.what == "linear"
+        return scheme.what in ("activations", "weights")
 
     def apply(self, evaluation, schemes, to):
         return replace(to, model=rotate(to.model, seed=evaluation.seed))
@@ -173,7 +153,7 @@ class Scales(Remedy):
     control_is = "the same changes of range in other modules"
 
     def acts_on(self, scheme):
-        return scheme.what == "linear" and scheme.needs_ranges()
+        return scheme.shared_by == "calibration"
 
     def apply(self, evaluation, schemes, to):
         is_alone = to.model is evaluation.model and to.prefix is None and not to.modules_in_16_bits
@@ -211,12 +191,11 @@ def unplug(model: Model, neurons: Iterable[NeuronLike]) -> Any:
     return unplugged
 
 
-EXEMPT, PREFIX, ROTATE = Exempt(), Prefixed(), Rotate()
-TRIED_BY_AUDIT: tuple[Remedy, ...] = (EXEMPT, ROTATE, PREFIX, KeepTokens())
-"""What engines load first, then experiments."""
+EXEMPT, PREFIX = Exempt(), Prefixed()
+TRIED_BY_AUDIT: tuple[Remedy, ...] = (KeepTokens(), EXEMPT, PREFIX, Rotate())
 BY_OPTION: dict[str, Remedy] = {
     "unplug": Unplug(),
-    "rotate": ROTATE,
+    "rotate": Rotate(),
     "prefix": PREFIX,
     "exempt": EXEMPT,
     "scales": Scales(),

@@ -198,6 +198,7 @@ def _numbers(runs: Labelled) -> list[tuple]:
                 f"{letter} {run.label}",
                 run.summary["sink_rate"],
                 run.strongest,
+                (run.summary.get("mechanism") or NO_VALUE).replace("_", " "),
                 ", ".join(map(str, run.summary["birth_layers"])) or NO_VALUE,
                 ", ".join(map(str, run.summary["massive_dimensions"][:4])) or NO_VALUE,
                 _largest(dom_ratio.get("sink")),

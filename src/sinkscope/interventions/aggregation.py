@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -27,9 +27,9 @@ from sinkscope.interventions.base import (
     Model,
     Place,
     active,
+    all_layers,
     as_indices,
     hook_on,
-    layers_with_attention,
     one_index,
     together,
 )
@@ -84,7 +84,7 @@ class ChangeAggregation(Intervention):
             model,
             Place(
                 on=BEFORE_NORM if before_norm else AGGREGATION,
-                layers=layers_with_attention(model, layers),
+                layers=all_layers(model, layers),
                 positions=(position,),
                 heads=as_indices(heads),
                 sequences=as_indices(sequences),
@@ -190,6 +190,46 @@ class ChangeAggregation(Intervention):
             f"{self.name}{side}.position_{self.position}.factor_{self.factor:g}.layer_{layer}": calibration.mean_C.cpu()
             for layer, calibration in self.calibrated.items()
         }
+
+
+class SetAggregation(Intervention):
+    """The aggregation of one position at given values [C] by layer, the same in every sequence."""
+
+    name = "set_aggregation"
+
+    def __init__(self, model: Model, position: int, values: Mapping[int, Tensor]) -> None:
+        super().__init__(model, Place(on=AGGREGATION, layers=tuple(values), positions=(one_index(position),)))
+        self.position, self.values, self.needs = position, values, (position,)
+
+    def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
+        for layer in self.layers():
+            hook_aggregation(self.anatomy, layer, self.place, stack, self._hook(layer, acted))
+
+    def _hook(self, layer: Layer, acted: Acted) -> AggregationHook:
+        def hook(aggregation_BTC: Tensor, chosen: slice | Tensor) -> Tensor:
+            acted(layer.index)
+            changed = aggregation_BTC.clone()
+            changed[:, self.position] = self.values[layer.index].to(changed)
+            return changed
+
+        return hook
+
+
+def mean_aggregations(
+    model: torch.nn.Module, batch: TokenBatch, place: Place, others: Iterable[Intervention]
+) -> dict[int, Tensor]:
+    """By layer [C], the mean over a batch of the aggregation at a place's position, with `others` on and no more."""
+    means: dict[int, Tensor] = {}
+
+    def reading(layer: Layer) -> AggregationHook:
+        def read(aggregation_BTC: Tensor, chosen: slice | Tensor) -> None:
+            assert place.positions is not None
+            means[layer.index] = wide(aggregation_BTC[:, place.positions[0]]).mean(0)
+
+        return read
+
+    run_with_aggregations(model, batch, place, others, reading)
+    return means
 
 
 def no_variance(where: str) -> InputError:

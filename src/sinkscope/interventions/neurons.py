@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, Self, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ from sinkscope.tracing.layer_neurons import LayerNeurons
 from sinkscope.tracing.open_interventions import ExpertChange, changing_experts, check_indices, suspend
 from sinkscope.tracing.replay import ConditionReading, read_neurons
 
+Elsewhere = Literal["turn", "permute"]
+"""How a change of neurons is written elsewhere."""
 NUM_NEAREST = 20
 """How many neurons, or dimensions, a matched one is drawn among."""
 
@@ -70,6 +72,8 @@ class ChangeNeurons(Intervention):
         self.name = name
         neurons = as_neurons(neurons)
         self.groups = checked_neurons(anatomy_of(bare_model(model)), neurons)
+        self.written: dict[Group, Tensor] = {}
+        """By group [E, n]: the vectors along which a change is written, where they are not the neurons' own."""
         super().__init__(
             model,
             Place(
@@ -85,6 +89,17 @@ class ChangeNeurons(Intervention):
     def new_values(self, group: Group, current_BTn: Tensor) -> Tensor:
         """The new values of the group's neurons at every token; ignored where the intervention does not act."""
 
+    def elsewhere(self, how: Elsewhere, seed: int) -> Self:
+        """The control of the same change: it is written along other vectors of the same norm, and the neurons' own
+        activations and writes stay. `turn`: all of them turned by one random rotation; `permute`: their coordinates
+        in one random order, none at its place. Both keep the angles between them."""
+        before = _output_vectors(self.anatomy, self.groups)
+        all_En = torch.cat(list(before.values()), dim=1) if before else torch.empty(self.anatomy.width, 0)
+        generator = torch.Generator().manual_seed(seed)
+        new_En = _turned(all_En, generator) if how == "turn" else _permuted(all_En, generator)
+        self.written = _by_group_of(before, new_En)
+        return self
+
     def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
         for group, neurons in self.groups.items():
             layer = self.anatomy.layers[group[0]]
@@ -92,12 +107,18 @@ class ChangeNeurons(Intervention):
             if group[1] in (None, SHARED_EXPERT):
                 projection = layer.down_projection if group[1] is None else layer.shared_down_projection
                 gate = _SharedGate(layer if group[1] == SHARED_EXPERT else None, stack)
-                hook_on(stack, projection, self._dense_hook(group, neurons, shape, gate, acted))
+                if self.written:
+                    hook = self._added_hook(group, neurons, shape, gate, acted)
+                    hook_on(stack, projection, hook, after=True, with_kwargs=True)
+                else:
+                    hook_on(stack, projection, self._dense_hook(group, neurons, shape, gate, acted))
             else:
                 assert group[1] is not None
                 assert layer.experts is not None
-                hook = self._expert_hook(group, neurons, shape, acted)
+                hook = self._added_hook(group, neurons, shape, _SharedGate(None, stack), acted)
                 hook_on(stack, layer.experts, hook, after=True, with_kwargs=True)
+                if self.written:  # the activations stay
+                    continue
                 values = self._expert_values(group, shape)
                 change = ExpertChange(expert=group[1], neurons=neurons, new_values=values)
                 stack.enter_context(changing_experts(layer.index, layer.experts, change))
@@ -124,20 +145,33 @@ class ChangeNeurons(Intervention):
 
         return new_values
 
-    def _expert_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape, acted: Acted):
+    def _added_hook(self, group: Group, neurons: tuple[int, ...], shape: BatchShape, gate: _SharedGate, acted: Acted):
+        """Adds what the change writes to what the neurons wrote."""
         layer, expert = self.anatomy.layers[group[0]], group[1]
+        is_routed = expert not in (None, SHARED_EXPERT)
 
         def hook(module, args, kwargs, output):
             acted(layer.index)
             chosen = torch.tensor(neurons, device=output.device)
-            with suspend():  # what the experts made of the token, before any intervention
-                layer_neurons = LayerNeurons(layer)
-                layer_neurons.keep_routed(module, args, kwargs)
-                current_BTn = shape.unflatten(layer_neurons.values(expert, chosen), self.place)
+            layer_neurons = LayerNeurons(layer) if is_routed else None
+            if layer_neurons is not None:
+                with suspend():  # what the experts made of the token, before any intervention
+                    layer_neurons.keep_routed(module, args, kwargs)
+                    current_BTn = shape.unflatten(layer_neurons.values(expert, chosen), self.place)
+            else:
+                current_BTn = shape.unflatten(args[0][..., chosen].float(), self.place)
+                if gate.value is not None:
+                    current_BTn = current_BTn * shape.unflatten(gate.value, self.place)
             change_Nn = (self._changed(group, current_BTn) - current_BTn).flatten(0, 1)
-            added_NE = change_Nn @ layer.group_weight(expert)[:, chosen].float().T / layer.expert_scale
+            vectors_En = self.written[group] if self.written else layer.group_weight(expert)[:, chosen]
+            if layer_neurons is None:
+                if gate.value is not None:
+                    change_Nn = change_Nn / gate.value.reshape(-1, 1)
+                added_NE = change_Nn @ vectors_En.to(change_Nn).T
+                return output + added_NE.view_as(output).to(output.dtype)
             assert layer_neurons.routed is not None
             assert expert is not None
+            added_NE = change_Nn @ vectors_En.to(change_Nn).T / layer.expert_scale
             return added_to(output, layer_neurons.routed, expert, added_NE)
 
         return hook
@@ -270,18 +304,14 @@ class DensifyNeurons(Intervention):
         self.groups = checked_neurons(anatomy_of(bare_model(model)), neurons)
         place = Place(on="output vectors", layers=tuple(layer for layer, _ in self.groups), items=frozenset(neurons))
         super().__init__(model, place)
-        before = {
-            (layer, expert): self.anatomy.layers[layer].group_weight(expert)[:, list(indices)].float().cpu()
-            for (layer, expert), indices in self.groups.items()
-        }
+        before = _output_vectors(self.anatomy, self.groups)
         if mode == "spread":
             after = {group: _spread(vectors_En, seed + 1_000_003 * group[0]) for group, vectors_En in before.items()}
         else:
             all_En = torch.cat(list(before.values()), dim=1) if before else torch.empty(self.anatomy.width, 0)
             generator = torch.Generator().manual_seed(seed)
             new_En = _moved(all_En, avoid, generator) if mode == "move" else _turned(all_En, generator)
-            sizes = [vectors_En.shape[1] for vectors_En in before.values()]
-            after = dict(zip(before, new_En.split(sizes, dim=1), strict=True))
+            after = _by_group_of(before, new_En)
         self.change = {group: after[group] - before[group] for group in before}
 
     def opening(self, stack: contextlib.ExitStack, acted: Acted) -> None:
@@ -313,6 +343,28 @@ class DensifyNeurons(Intervention):
             return added_to(output, layer_neurons.routed, expert, values @ self.change[group].to(values).T)
 
         return hook
+
+
+def _output_vectors(anatomy: Anatomy, groups: Mapping[Group, tuple[int, ...]]) -> dict[Group, Tensor]:
+    """By group [E, n] the output vectors of some neurons."""
+    return {
+        (layer, expert): anatomy.layers[layer].group_weight(expert)[:, list(neurons)].float().cpu()
+        for (layer, expert), neurons in groups.items()
+    }
+
+
+def _by_group_of(vectors: Mapping[Group, Tensor], all_En: Tensor) -> dict[Group, Tensor]:
+    """Vectors side by side, divided among groups as `vectors` are."""
+    sizes = [vectors_En.shape[1] for vectors_En in vectors.values()]
+    return dict(zip(vectors, all_En.split(sizes, dim=1), strict=True))
+
+
+def _permuted(vectors_En: Tensor, generator: torch.Generator) -> Tensor:
+    """Each coordinate takes the place of another one: the places form a single circle."""
+    order = torch.randperm(len(vectors_En), generator=generator)
+    new_En = torch.empty_like(vectors_En)
+    new_En[order.roll(1)] = vectors_En[order]
+    return new_En
 
 
 def _spread(vectors_En: Tensor, seed: int) -> Tensor:

@@ -63,6 +63,8 @@ class Schema:
     """The same rows for each layer, layer after layer: the column that numbers these rows."""
     of_texts: bool = False
     """Of each sequence's own tokens, which may be longer than what is read by position. A page can do without it."""
+    can_lack: bool = False
+    """A folder that an earlier version wrote may lack it; it is then read as empty."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", tuple(self.columns))

@@ -61,9 +61,9 @@ class ValueOfBos(TyperCommand):
 
 
 def study_command(asked: StudyOptions, tokens: BatchOptions, source: ModelOptions, output: Output) -> None:
-    """Test, link by link, what causes the attention sink of a model.
+    """Test which mechanism makes the attention sink of a model: its token, its place, no averaging, or variance.
 
-    Interventions with controls decide some 30 claims, and a report is written to the run folder. Claims are judged on
+    Interventions with controls decide 14 claims, and a report is written to the run folder. Claims are judged on
     the given sequences; 96 others choose what is tested and calibrate it. An interrupted study resumes when the same
     command is given again with the same --out.
 

@@ -7,10 +7,10 @@ A token that attends only to itself differs from an ordinary one in three ways: 
 of its value aggregation across sequences, and the energy (mean square) of it. The factorial changes each without the
 others. Which keys the token attends to in the early layers is called its mixing; variance and energy can each be
 brought to the level that they have under another mixing. Position 0 is tested the other way round: it is opened to
-later keys.
+later keys. Whether it is the token or the place that counts is told by moving tokens.
 
-The early layers are those up to the layer where massive dimensions appear at the sink or, if none do, up to the first
-layer with the sink.
+The early layers are those up to the last one where massive dimensions that carry the sink appear or, if none do, those
+before the first with the sink: `Plan.layers`, for all interventions alike.
 
 This file imports no torch, because claims and pages read it: the entries make interventions through methods of
 `ConditionRunner`.
@@ -36,16 +36,38 @@ DOSE = FACTORS[-1]
 SEE_SELF, SEE_PREVIOUS, SEE_FAR, SEE_TWO = MIXINGS = ("see_self", "see_previous", "see_far", "see_self_and_previous")
 """Which keys a target attends to, where it is not all earlier ones: itself, exactly one other key, or itself and the
 previous one."""
+MEANS = {
+    "mean_of_itself": SEE_SELF,
+    "mean_of_previous": SEE_PREVIOUS,
+    "mean_of_two": SEE_TWO,
+    "mean_of_ordinary": BASELINE,
+}
+"""The conditions that set the aggregation of the target to a mean over sequences, and the mixing of that mean."""
 SUPER_NEURONS, DIMENSIONS, NORMS = "super_neurons", "dimensions", "norms"
-RANDOM_OF = {SUPER_NEURONS: "random_units", DIMENSIONS: "random_dimensions"}
-"""What can be held at its baseline values, and the name of as many matched random ones, its control."""
+RANDOM_DIMENSIONS = "random_dimensions"
+TURNED, PERMUTED = WRITTEN_ELSEWHERE = ("turn", "permute")
+"""How the control of a change of neurons writes it elsewhere: along their output vectors turned by a random rotation,
+or with their coordinates in a random order."""
+CONTROLS_OF = {
+    SUPER_NEURONS: tuple(f"{SUPER_NEURONS}_{how}" for how in WRITTEN_ELSEWHERE),
+    DIMENSIONS: (RANDOM_DIMENSIONS,),
+}
+"""What can be held at its baseline values, and what is held for its controls: the same change of the neurons, written
+elsewhere, or as many matched random dimensions."""
 
-NUM_RANDOM_SETS = 20
+NUM_RANDOM_SETS = 10
 MAX_NEURONS = 64
 """How many neurons at most are removed together in the search for those that write the sink."""
-NUM_DRAWS = 4
-"""How often each way to point the minimal set's output vectors elsewhere is drawn: by chance, a single draw may be a
-direction that keys read."""
+NUM_DRAWS = 3
+"""How often a direction is drawn: by chance, a single draw may be one that keys read."""
+MAX_ALONE = 8
+"""How many neurons of the minimal set are also removed alone."""
+MAX_SINGLE_LAYERS = 12
+"""In how many layers, the first ones, the mask is tried alone."""
+SHIFT = 100
+"""By how much position ids are shifted, as far as the context allows."""
+AT_SINK, ELSEWHERE = "_at_sink", "_elsewhere"
+"""Where alone a set of neurons is removed."""
 TURNED_BASIS = "turn_basis"
 """A copy of the model whose residual basis is rotated, together with all weights that write and read it."""
 
@@ -60,9 +82,9 @@ class Condition:
     """The position acted on."""
     factor: float | None = None
     held: str | None = None
-    """What is held at its baseline values meanwhile: SUPER_NEURONS, DIMENSIONS, a random control of these, or NORMS."""
+    """What is held at its baseline values meanwhile: SUPER_NEURONS, DIMENSIONS, a control of these, or NORMS."""
     number: int | None = None
-    """Which of several random sets, or of the draws after the first."""
+    """Which of several random sets, of the draws after the first, of the layers, or of the neurons of the set."""
     variance: str | None = None
     """The mixing to whose level the variance of the aggregation is brought; None where it is left alone."""
     energy: str | None = None
@@ -100,8 +122,8 @@ def sides_of_norm(anatomy: Anatomy) -> tuple[bool, ...]:
 
 
 def draws(name: str, sink: int) -> list[Condition]:
-    """The conditions that point the minimal set's output vectors elsewhere; the first draw has no number."""
-    return [Condition(f"{name}_minimal_set", sink, number=number or None) for number in range(NUM_DRAWS)]
+    """The conditions at the sink that are drawn several times; the first draw has no number."""
+    return [Condition(name, sink, number=number or None) for number in range(NUM_DRAWS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +131,11 @@ class ConditionKind:
     """What all conditions of one name have in common."""
 
     name: str
-    make: Callable[[Any, Condition], list[Intervention]]
+    make: Callable[[Any, Condition], list[Intervention]] = lambda run, c: []
     """(`ConditionRunner`, condition) -> its interventions."""
+    inputs: Callable[[Any, Condition], dict[str, Any]] | None = None
+    """(`ConditionRunner`, condition) -> what the model reads instead of the judging sequences: ids_BT, and other inputs
+    of the decoder."""
     check: checks.Check = lambda at: []
     """What must be true at the target: a function of `interventions.checks`. Empty for interventions that set values
     outright, which cannot miss."""
@@ -130,8 +155,26 @@ def _by_another_model(runner: Any, condition: Condition) -> list[Intervention]:
 
 REMAINING_FIGURE, MOVED_FIGURE, FACTORIAL_TABLE = "remaining", "moved", "factorial"
 """Figures and tables that show some conditions only."""
+_DIRECTIONS = {TURNED: "random directions", PERMUTED: "the same vectors with their coordinates in random order"}
 _KINDS = (
     ConditionKind(name=BASELINE, make=lambda run, c: [], label="baseline", shown_in=(FACTORIAL_TABLE,)),
+    ConditionKind(
+        name="move_token",
+        inputs=lambda run, c: {"ids_BT": run.swapped(c.target)},
+        label="the sink's token moved here, and the token from here to the sink's place",
+    ),
+    ConditionKind(
+        name="other_token",
+        inputs=lambda run, c: {"ids_BT": run.with_other_token(c.target)},
+        label="another token at this position",
+        shown_in=(REMAINING_FIGURE, MOVED_FIGURE),
+    ),
+    ConditionKind(
+        name="shift_positions",
+        inputs=lambda run, c: run.shifted_positions(),
+        label="all position ids shifted",
+        shown_in=(REMAINING_FIGURE,),
+    ),
     ConditionKind(
         name="mask_to_self",
         make=lambda run, c: [run.mask_to_self(c.target)],
@@ -173,6 +216,28 @@ _KINDS = (
         shown_in=(FACTORIAL_TABLE,),
     ),
     ConditionKind(
+        name="see_self_in_layer",
+        make=lambda run, c: [run.attend_only(c.target, [c.target], layers=[c.number])],
+        label="attending only to itself in one layer",
+    ),
+    *(
+        ConditionKind(name=name, make=lambda run, c: [run.set_to_mean_under(c)], label=label)
+        for name, label in (
+            ("mean_of_itself", "aggregation set to the mean of a token that attends only to itself"),
+            ("mean_of_previous", "aggregation set to the mean of one that attends only to the previous key"),
+            ("mean_of_two", "aggregation set to the mean of one that attends to itself and the previous key"),
+            ("mean_of_ordinary", "aggregation set to the mean of an ordinary token"),
+        )
+    ),
+    ConditionKind(
+        name="mean_of_sink",
+        make=lambda run, c: [run.set_to_mean_of_sink(c.target)],
+        label="aggregation set to the mean at the sink",
+    ),
+    ConditionKind(
+        name="no_aggregation", make=lambda run, c: [run.set_to_zero(c.target)], label="aggregation set to zero"
+    ),
+    ConditionKind(
         name="open_to_later",
         make=lambda run, c: [run.open_to_later()],
         check=checks.averages,
@@ -201,10 +266,15 @@ _KINDS = (
         make=lambda run, c: [run.transplant_neurons(run.plan.super_neurons, c.target)],
         label="the sink's super neurons copied",
     ),
-    ConditionKind(
-        name="transplant_random_set",
-        make=lambda run, c: [run.transplant_neurons(run.controls.neurons, c.target)],
-        label="random neurons copied",
+    *(
+        ConditionKind(
+            name=f"transplant_{how}",
+            make=lambda run, c, how=how: [
+                run.transplant_neurons(run.plan.super_neurons, c.target).elsewhere(how, run.draw(c.target))
+            ],
+            label=f"the same activations, written along {direction}",
+        )
+        for how, direction in _DIRECTIONS.items()
     ),
     ConditionKind(
         name="equalise_variance",
@@ -232,12 +302,6 @@ _KINDS = (
         make=_formula,
         label="energy lowered to that of later positions",
         shown_in=(REMAINING_FIGURE,),
-    ),
-    ConditionKind(
-        name="ablate_minimal_set",
-        make=lambda run, c: [run.ablate(run.minimal)],
-        label="minimal set removed",
-        shown_in=(REMAINING_FIGURE, MOVED_FIGURE),
     ),
     ConditionKind(
         name="mean_minimal_set",
@@ -269,23 +333,29 @@ _KINDS = (
         label="the whole residual basis turned",
         shown_in=(REMAINING_FIGURE,),
     ),
-    ConditionKind(
-        name="ablate_writers",
-        make=lambda run, c: [run.ablate(run.writers)],
-        label="neurons that write along the sink's direction removed",
-        shown_in=(REMAINING_FIGURE, MOVED_FIGURE),
+    *(
+        ConditionKind(
+            name=f"ablate_{what}{where}",
+            make=lambda run, c, where=where: [run.ablate(run.removed, positions=run.where(where, c.target))],
+            label=f"{words} removed{at}",
+            shown_in=(REMAINING_FIGURE,) if where else (REMAINING_FIGURE, MOVED_FIGURE),
+        )
+        for what, words in (("minimal_set", "minimal set"), ("writers", "writers along the sink's direction"))
+        for where, at in (("", ""), (AT_SINK, " at the sink alone"), (ELSEWHERE, " at all other positions"))
     ),
     ConditionKind(
-        name="ablate_writers_at_sink",
-        make=lambda run, c: [run.ablate(run.writers, positions=c.target)],
-        label="the same neurons removed at the sink alone",
-        shown_in=(REMAINING_FIGURE,),
+        name="ablate_alone",
+        make=lambda run, c: [run.ablate([run.minimal[c.number]])],
+        label="one neuron of the minimal set removed",
     ),
-    ConditionKind(
-        name="ablate_writers_elsewhere",
-        make=lambda run, c: [run.ablate(run.writers, positions=run.all_but(c.target))],
-        label="the same neurons removed at all other positions",
-        shown_in=(REMAINING_FIGURE,),
+    *(
+        ConditionKind(
+            name=f"ablate_{how}",
+            make=lambda run, c, how=how: [run.ablate(run.removed).elsewhere(how, c.number or 0)],
+            label=f"what these neurons write removed along {direction}",
+            shown_in=(REMAINING_FIGURE,),
+        )
+        for how, direction in _DIRECTIONS.items()
     ),
     ConditionKind(
         name="random_set",
@@ -322,8 +392,9 @@ def in_words(label: str) -> str:
 
 _HELD_IN_WORDS = {
     SUPER_NEURONS: "super neurons",
-    RANDOM_OF[SUPER_NEURONS]: "random neurons",
+    **{f"{SUPER_NEURONS}_{how}": f"super neurons, along {direction}," for how, direction in _DIRECTIONS.items()},
+    "random_units": "random neurons",  # of saved studies
     DIMENSIONS: "massive dimensions",
-    RANDOM_OF[DIMENSIONS]: "random dimensions",
+    RANDOM_DIMENSIONS: "random dimensions",
     NORMS: "all norms",
 }

@@ -50,23 +50,12 @@ class Activity:
 class Controls:
     """The random sets of one study."""
 
-    neurons: tuple[Neuron, ...]
-    """As many as there are super neurons."""
-    neurons_level: float
-    """What they write at the sink, over what the super neurons write there."""
     dimensions: tuple[int, ...]
     """As many as there are massive dimensions."""
-    dimensions_level: float
-    """Their magnitude at the sink, over that of the massive dimensions."""
     sets: tuple[tuple[Neuron, ...], ...]
     """Each as large as the minimal set or the writers; empty if there are neither."""
     set_levels: tuple[float, ...]
     """What each set writes at the sink, over what the minimal set or the writers write there."""
-
-    @property
-    def sets_level(self) -> float:
-        """The mean over sets."""
-        return sum(self.set_levels) / max(1, len(self.set_levels))
 
 
 def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, removed: Sequence[Neuron]) -> Controls:
@@ -77,19 +66,14 @@ def draw_controls(activity: Activity, anatomy: Anatomy, plan: Plan, removed: Seq
     def matched(neurons: Sequence[Neuron], seed: int) -> tuple[Neuron, ...]:
         return tuple(matched_neurons(anatomy, neurons, excluded, seed=seed, sizes=activity.writes))
 
-    neurons = matched(plan.super_neurons, 0)
     sets = tuple(matched(removed, 1 + number) for number in range(NUM_RANDOM_SETS)) if removed else ()
     generator = torch.Generator().manual_seed(0)
     dimensions: list[int] = []
     for dimension in plan.dimensions:
         taken = (*plan.dimensions, *dimensions)
         dimensions += nearest(activity.magnitude_E, dimension, taken, generator)
-    magnitude_E = activity.magnitude_E
     return Controls(
-        neurons=neurons,
-        neurons_level=_level(activity.of(neurons), activity.of(plan.super_neurons)),
         dimensions=tuple(dimensions),
-        dimensions_level=_level(float(magnitude_E[dimensions].sum()), float(magnitude_E[list(plan.dimensions)].sum())),
         sets=sets,
         set_levels=tuple(_level(activity.of(neurons), activity.of(removed)) for neurons in sets),
     )

@@ -33,13 +33,13 @@ SCALED_BY_DEPTH = ("gpt2", "sinkscope_decoder")
 """Model types whose initial weights depend on the number of layers: they are drawn whole."""
 
 
-def fresh_variance(loaded: LoadedModel, ids_BT: Tensor, num_layers: int) -> np.ndarray | None:
-    """[N, L, S, T] variance of the aggregation in models drawn afresh, on the same tokens; None where this machine
-    cannot hold one."""
+def fresh_deviation(loaded: LoadedModel, ids_BT: Tensor, num_layers: int) -> np.ndarray | None:
+    """[N, L, B, S, T] squared deviation of the aggregation, whose mean over sequences is the variance, in models drawn
+    afresh, on the same tokens; None where this machine cannot hold one."""
     config = _shortened(loaded.model.config, num_layers)
     configuration = Configuration(name=loaded.name, config=config, trust_remote_code=loaded.trust_remote_code)
     device = str(input_device(anatomy_of(loaded.model)))
-    variances = []
+    deviations = []
     for seed in SEEDS:
         try:
             model = draw(configuration, seed, device=device).model
@@ -47,9 +47,9 @@ def fresh_variance(loaded: LoadedModel, ids_BT: Tensor, num_layers: int) -> np.n
             return None
         if (options := getattr(config, HEAD_NORM, None)) is not None:
             insert_head_norm(model, **options)
-        variances.append(_variance(model, ids_BT, range(num_layers)))
+        deviations.append(_deviation(model, ids_BT, range(num_layers)))
         del model
-    return np.stack(variances)
+    return np.stack(deviations)
 
 
 def _shortened(config: Any, num_layers: int) -> Any:
@@ -65,13 +65,13 @@ def _shortened(config: Any, num_layers: int) -> Any:
     return short
 
 
-def _variance(model: Any, ids_BT: Tensor, layers: range) -> np.ndarray:
+def _deviation(model: Any, ids_BT: Tensor, layers: range) -> np.ndarray:
     anatomy, name = anatomy_of(model), "squared_deviation"
     observable = Observable(
         name=name, hook_point=HookPoint.AGGREGATION, value=_squared_deviation, reducer=Rows(), layers=layers
     )
     recording = Recorder(anatomy, [observable]).read(model, ids_BT)
-    return np.stack([rows.double().mean(0).cpu().numpy() for rows in recording[name].values()])
+    return np.stack([rows.double().cpu().numpy() for rows in recording[name].values()])
 
 
 def _squared_deviation(call: LayerCall) -> Tensor:

@@ -56,14 +56,14 @@ CAUSAL = "causal"
 
 RISE = 0.05
 """A sink counts as made if its rate rises by this much, and as not made if the whole interval lies below it."""
+HALF = 0.5
+"""A sink, or an effect, counts as kept if at least this share of it is left."""
 QUARTER = 0.25
 """A sink counts as removed if less than this share of it is left."""
 SPARED = 0.8
 """A matched random set must leave at least this share of the sink."""
 LOCKED = 0.5
 """Heads find the sink by a direction, or a coordinate, without which this share of q . k is gone."""
-EMPTY_CONTROL = 0.1
-"""A random set is an empty control if it does less at the sink than this share of what it is compared with."""
 ALSO_CONTROL = "its control clears the threshold too"
 
 
@@ -86,11 +86,6 @@ def least_left(means: np.ndarray) -> np.ndarray:
     return second_over_first(means).min(-1)
 
 
-def most_left(means: np.ndarray) -> np.ndarray:
-    """Likewise on the side where it is largest."""
-    return second_over_first(means).max(-1)
-
-
 def most(means: np.ndarray) -> np.ndarray:
     """The largest number [..., S] of the sides of the norm on the aggregation."""
     return means.max(-1)
@@ -101,6 +96,12 @@ def gone(means: np.ndarray) -> np.ndarray:
     Heads are weighted by the size of their q . k, because the share of one near 0 is noise."""
     whole, rest = means[..., 0, :], means[..., 1, :]
     return (np.sign(whole) * (whole - rest)).sum(-1) / np.abs(whole).sum(-1)
+
+
+def mediated(means: np.ndarray) -> np.ndarray:
+    """The share of a rise that is gone while the mediator is held. The last axis holds the rise in total, and the rise
+    with the mediator held."""
+    return 1 - second_over_first(means)
 
 
 def side_of(statistic: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> int:
@@ -157,14 +158,11 @@ class Step(Enum):
     """A causal step that claims test, in the order of the page: the first and the last panel of the chain that it
     spans, and its heading."""
 
+    TOKEN = (1, 5, "The token makes a sink, wherever it stands")
     ONE_KEY = (1, 5, "Attending to a single key makes a sink")
-    MOMENTS = (1, 5, "Higher variance or energy makes a sink")
-    LESS_VARIANCE = (1, 5, "The sink needs its variance, or only its mean value")
+    MOMENTS = (1, 5, "Higher variance makes a sink")
     BY_SUPER_NEURONS = (1, 2, "The super neurons carry the effect")
-    SPARSITY = (3, 5, "The sink needs sparse output vectors")
-    DIMENSIONS = (4, 5, "The massive dimensions make a sink")
-    BY_DIMENSIONS = (1, 4, "The massive dimensions carry the effect")
-    SUPER_NEURONS = (2, 5, "Super neurons make a sink, and the sink needs them")
+    SUPER_NEURONS = (2, 5, "Neurons make a sink, and the sink needs them")
 
     def __init__(self, first_panel: int, last_panel: int, label: str) -> None:
         self.first_panel, self.last_panel, self.label = first_panel, last_panel, label
@@ -187,8 +185,6 @@ class Claim:
     """What was done for its control number, in words."""
     step: Step | None = None
     """The causal step that it tests."""
-    needs: str = ""
-    """What the sink needs if the claim holds, for the answer."""
     interval_note: str = ""
     """What must be known to read its interval."""
 

@@ -17,6 +17,7 @@ from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.conditions import in_words
 from sinkscope.studies.figures import study_figures
 from sinkscope.studies.judging import Step
+from sinkscope.studies.schemas import BACK_UP, NEEDED
 from sinkscope.tracing import page as trace_page
 from sinkscope.tracing.figures import chain_panels, neuron_name
 from sinkscope.tracing.maps import layer_curves, maps
@@ -82,6 +83,10 @@ def write_page(run: Run, destination: Path) -> None:
         steps=_steps(run),
         writers=writers(run),
         factorial=factorial,
+        single_layers=[
+            (row["layer"], row["target"], row["rise"], interval(row["low"], row["high"]))
+            for row in run.rows("single_layers")
+        ],
         other_ways=_other_ways(run),
         moments=list(MOMENTS.values()),
         beside_sink=_beside_sink(run),
@@ -228,4 +233,12 @@ def writers(run: Run) -> str:
         return ""
     names = ", ".join(f"{neuron_name(neuron)} ({number(neuron['share'])})" for neuron in minimal_set)
     neurons = "neuron" if len(minimal_set) == 1 else "neurons"
-    return f"The minimal set has {len(minimal_set)} {neurons}, as layer:neuron (share of the layer's write): {names}."
+    text = f"The minimal set has {len(minimal_set)} {neurons}, as layer:neuron (share of the layer's write): {names}."
+    roles: dict[str, list[str]] = defaultdict(list)
+    for neuron in minimal_set:
+        if neuron["role"]:
+            roles[neuron["role"]].append(neuron_name(neuron))
+    if len(minimal_set) == 1 or not roles:
+        return text
+    needed, back_ups = (", ".join(roles[role]) or "none" for role in (NEEDED, BACK_UP))
+    return f"{text} Needed, as less than half of the sink is left without each alone: {needed}. Back-ups: {back_ups}."

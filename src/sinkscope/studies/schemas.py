@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sinkscope.results.kinds import Kind
 from sinkscope.results.tables import Column, Schema
+from sinkscope.results.validated import Name
 from sinkscope.tracing.schemas import TRACE_TABLES, TraceSummary, check_heads
 
 _TARGET = Column("target", "int", "Position that the condition acts on; null for the baseline", nullable=True)
@@ -179,9 +180,14 @@ MEDIATION = Schema(
         Column("intervention", "str", "The intervention whose effect is taken apart: mask_to_self or amplify_variance"),
         Column("mediator", "str", "What was held at its baseline values: super_neurons or massive_dimensions"),
         Column("total", "float", "Rise of the sink rate at the target"),
-        Column("random", "float", "Rise while as many matched random neurons or dimensions are held"),
+        Column(
+            "random",
+            "float",
+            "Rise under the control: as large a change of the super neurons along other directions, or as many matched "
+            "random dimensions held",
+        ),
         Column("direct", "float", "Rise while the mediator is held"),
-        Column("indirect", "float", "random - direct"),
+        Column("indirect", "float", "total - direct"),
         Column("share", "float", "indirect / total; null where there is no total effect", nullable=True),
         Column("low", "float", "Lower end of the share's interval", nullable=True),
         Column("high", "float", "Upper end of the share's interval", nullable=True),
@@ -197,7 +203,7 @@ RANDOM_SETS = Schema(
         Column(
             "write",
             "float",
-            "What they write at the sink, over what the minimal set or the writers do; below 0.1 the control is empty",
+            "What they write at the sink, over what the minimal set or the writers do",
         ),
         Column("rate", "float", "Sink rate at the sink without these neurons"),
         Column("remaining", "float", "That rate over the rate in the baseline"),
@@ -213,8 +219,33 @@ MINIMAL_SET = Schema(
         Column(
             "share", "float", "The neuron's share of the layer's squared write into the massive dimensions at the sink"
         ),
+        Column("left_alone", "float", "Share of the sink that is left without this neuron alone", True),
+        Column("left_low", "float", "Lower end of its interval", True),
+        Column("left_high", "float", "Upper end of its interval", True),
+        Column(
+            "role",
+            "str",
+            "needed: without it alone less than half of the sink is left, with the whole interval; back-up: others of "
+            "the set can stand in for it; null if it was not removed alone",
+            True,
+        ),
     ),
     is_listed=True,
+)
+NEEDED, BACK_UP = "needed", "back-up"
+"""What a neuron of the minimal set is."""
+SINGLE_LAYERS = Schema(
+    "single_layers",
+    (
+        _LAYER,
+        Column("target", "int", "Position that attends only to itself in this layer alone"),
+        Column("rise", "float", "Change of its sink rate, counted over later queries"),
+        Column("low", "float", "Lower end of its interval"),
+        Column("high", "float", "Upper end of its interval"),
+        _N,
+    ),
+    is_listed=True,
+    can_lack=True,
 )
 HISTOGRAMS = Schema(
     "histograms",
@@ -255,9 +286,17 @@ STUDY_TABLES = (
     MEDIATION,
     RANDOM_SETS,
     MINIMAL_SET,
+    SINGLE_LAYERS,
     HISTOGRAMS,
     OUTPUT_ENERGY,
 )
+
+
+class StudySummary(TraceSummary):
+    """The checked entries of a study's summary; the first two are not in those of earlier versions."""
+
+    mechanism: Name | None = None
+    cause: str | None = None
 
 
 KINDS = (
@@ -268,7 +307,7 @@ KINDS = (
         told_by=CLAIMS.name,
         headline=("claims", "verdict", "statement", "effect", "low", "high", "control"),
         page="sinkscope.studies.page",
-        summary=TraceSummary,
+        summary=StudySummary,
         picture="sinkscope.tracing.picture",
         check=check_heads,
     ),

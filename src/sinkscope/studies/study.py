@@ -19,7 +19,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.calibration import MIN_CALIBRATION
 from sinkscope.interventions.plan import Plan, make_plan
 from sinkscope.measures.sink_score import MIN_SINK_RATE, are_sinks
-from sinkscope.models.anatomy import Neuron, anatomy_of, check_every_layer
+from sinkscope.models.anatomy import Neuron, anatomy_of
 from sinkscope.models.loaded import LoadedModel, ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.rotation import RotationError, rotate
@@ -30,7 +30,7 @@ from sinkscope.results.parts import Parts
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Schema
-from sinkscope.studies.answer import answer, counts
+from sinkscope.studies.answer import answer, cause, counts
 from sinkscope.studies.checks import unless_marked
 from sinkscope.studies.claims import CLAIMS
 from sinkscope.studies.condition_result import STORED, ConditionResult, reduced
@@ -43,9 +43,10 @@ from sinkscope.studies.controls import (
     few_of_each_layer,
     read_activity,
 )
-from sinkscope.studies.fresh import fresh_variance
+from sinkscope.studies.fresh import fresh_deviation
 from sinkscope.studies.judging import CAUSAL, Claim, ClaimNumbers, Empty, Judgement, judge
 from sinkscope.studies.link_values import read_link_values
+from sinkscope.studies.mechanism import mechanism_of, rules
 from sinkscope.studies.minimal_set import find_minimal_set, find_writers
 from sinkscope.studies.schemas import STUDY_TABLES
 from sinkscope.studies.study_data import StudyData
@@ -120,6 +121,9 @@ class Study(Result):
             **self.trace.summary,
             **described(self.receipt),
             "verdict": self.verdict,
+            "mechanism": self.mechanism,
+            "cause": cause(self.judgements, self.data) if self.judgements[0].verdict == "holds" else None,
+            "rules": rules(),
             "counts": self.counts,
             "claims": claims,
             "minimal_set": _listed(self.minimal_set),
@@ -132,9 +136,7 @@ class Study(Result):
     def went(self) -> str | None:
         """Where the sink went when the minimal set, or the writers, were removed: gone, weaker, or shifted to another
         position."""
-        results, sink = self.data.results, self.plan.sink
-        removals = (Condition(name, sink) for name in ("ablate_minimal_set", "ablate_writers"))
-        removed = next((results[removal] for removal in removals if removal in results), None)
+        removed = self.data.results.get(self.data.removal)
         if removed is None:
             return None
         before_S, after_S = self.data.baseline.rate_BS.mean(0), removed.rate_BS.mean(0)
@@ -158,6 +160,11 @@ class Study(Result):
         else:
             text = answer(self.judgements, self.data, self.went)
         return text + self.trace.beginnings
+
+    @property
+    def mechanism(self) -> str:
+        """token, position, no_averaging, variance, undecided or no_sink, by the rules of `mechanism`."""
+        return mechanism_of({judgement.id: judgement.verdict for judgement in self.judgements})
 
     @property
     def counts(self) -> str:
@@ -197,7 +204,6 @@ def study(
     what is tested and calibrate it. `parts` keeps finished conditions for a run that is interrupted.
     """
     loaded = load(model)
-    check_every_layer(anatomy_of(loaded.model), "A study")
     check_study(length, num_sequences)
     if not (hasattr(loaded.model, "config") and hasattr(loaded.model, "get_output_embeddings")):
         raise InputError(
@@ -290,7 +296,7 @@ class _Run:
     ) -> StudyData:
         model, ids_BT, anatomy = self.loaded.model, self.judging.ids, anatomy_of(self.loaded.model)
         controls = draw_controls(activity, anatomy, plan, minimal or writers)
-        neurons = tuple(dict.fromkeys((*plan.super_neurons, *minimal, *controls.neurons)))
+        neurons = tuple(dict.fromkeys((*plan.super_neurons, *minimal)))
         dimensions = (*plan.dimensions, *controls.dimensions)
         restarts = {neuron.layer for neuron in (*plan.candidates, *minimal, *writers)}
         replay = Replay(
@@ -321,18 +327,19 @@ class _Run:
             controls=controls,
             not_turned=not_turned,
             sink_varies=sink_varies,
-            fresh_variance_NLST=self._fresh_variance(plan) if has_sink and sink_varies else None,
+            tokens_differ=bool((ids_BT[:, plan.sink] != ids_BT[:, -1]).any()),
+            fresh_deviation_NLBST=self._fresh_deviation(plan) if has_sink and sink_varies else None,
         )
 
-    def _fresh_variance(self, plan: Plan) -> np.ndarray | None:
+    def _fresh_deviation(self, plan: Plan) -> np.ndarray | None:
         """Kept as a part: large models take minutes to draw."""
 
         def tensors() -> dict[str, np.ndarray] | None:
-            variance_NLST = fresh_variance(self.loaded, self.judging.ids, len(plan.layers))
-            return None if variance_NLST is None else {"variance_NLST": variance_NLST}
+            deviation_NLBST = fresh_deviation(self.loaded, self.judging.ids, len(plan.layers))
+            return None if deviation_NLBST is None else {"deviation_NLBST": deviation_NLBST}
 
-        kept = self.parts.kept("fresh", ("variance_NLST",), tensors)
-        return None if kept is None else kept["variance_NLST"]
+        kept = self.parts.kept("fresh", ("deviation_NLBST",), tensors)
+        return None if kept is None else kept["deviation_NLBST"]
 
     def _turn_basis(self, plan: Plan, results: dict[Condition, ConditionResult]) -> str:
         """Adds the result of a copy of the model with its residual basis turned, or says why there is none."""

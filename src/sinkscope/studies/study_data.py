@@ -51,9 +51,11 @@ class StudyData:
     """Why the residual basis was not turned; empty where it was."""
     sink_varies: bool
     """Whether sequences have different tokens at the sink."""
-    fresh_variance_NLST: np.ndarray | None
-    """Of the same architecture before training, from `fresh`; None if no such model fits on this machine, or there is
-    nothing to compare with it."""
+    tokens_differ: bool
+    """Whether the last token, which is put elsewhere, is another one than the sink's."""
+    fresh_deviation_NLBST: np.ndarray | None
+    """Squared deviation in the same architecture before training, from `fresh`; None if no such model fits on this
+    machine, or there is nothing to compare with it."""
 
     @property
     def sides(self) -> tuple[bool, ...]:
@@ -74,8 +76,19 @@ class StudyData:
     def at_targets(
         self, name: str, factor: float | None = None, held: str | None = None, **more: Any
     ) -> list[Condition]:
-        """The conditions of one kind at every target."""
-        return [Condition(name, target, factor, held, **more) for target in self.plan.targets]
+        """The conditions of one kind at every target where it was run."""
+        every = [Condition(name, target, factor, held, **more) for target in self.plan.targets]
+        return [condition for condition in every if condition in self.results]
+
+    @property
+    def removed(self) -> tuple[Neuron, ...]:
+        """The neurons that were removed together: the minimal set or, where there is none, the writers."""
+        return self.minimal or self.writers
+
+    @property
+    def removal(self) -> Condition:
+        """Their removal."""
+        return Condition("ablate_minimal_set" if self.minimal else "ablate_writers", self.plan.sink)
 
     @property
     def by_target(self) -> dict[Condition, list[Condition]]:
@@ -124,9 +137,11 @@ class StudyData:
         return np.stack([self.at_sink_B(), self.at_sink_B(removed)], 1)
 
     def left_by(self, name: str, position: int, before_norm: bool = False) -> float | None:
-        """The share of the sink that a condition at some position leaves, as a control; None if it failed its check."""
+        """The share of the sink that a condition at some position leaves; None if not run or its check failed."""
         before = self.at_sink_B().mean()
         condition = Condition(name, position, before_norm=before_norm)
+        if condition not in self.results:
+            return None
         return control_unless_marked(lambda: float(self.at_sink_B(condition).mean() / before))
 
     def left_BS2(self, name: str) -> np.ndarray:

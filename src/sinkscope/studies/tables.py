@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,21 +11,22 @@ import numpy as np
 import torch
 
 from sinkscope.models.anatomy import as_neuron
-from sinkscope.statistics import bootstrap_mean_interval, seen_mean
+from sinkscope.statistics import bootstrap_mean_interval, bootstrap_tail, resample_weights, seen_mean
 from sinkscope.studies.checks import missed
 from sinkscope.studies.condition_result import QUANTITIES, ROWS, ConditionResult
 from sinkscope.studies.conditions import (
     BASELINE,
+    CONTROLS_OF,
     DIMENSIONS,
     DOSE,
     FACTORIAL_TABLE,
-    RANDOM_OF,
     SUPER_NEURONS,
     Condition,
 )
-from sinkscope.studies.judging import Judgement
+from sinkscope.studies.judging import HALF, RISE, Judgement, mediated, second_over_first
 from sinkscope.studies.schemas import (
     ATTENTION_ROWS,
+    BACK_UP,
     CLAIMS,
     EFFECTS,
     FACTORIAL,
@@ -32,10 +34,12 @@ from sinkscope.studies.schemas import (
     MANIPULATION,
     MEDIATION,
     MINIMAL_SET,
+    NEEDED,
     NORMS,
     OUTPUT_ENERGY,
     RANDOM_SETS,
     RATES,
+    SINGLE_LAYERS,
 )
 from sinkscope.studies.study_data import StudyData
 from sinkscope.tracing.trace import Trace
@@ -69,7 +73,8 @@ def study_tables(trace: Trace, study: StudyData, judgements: Sequence[Judgement]
         MANIPULATION: _manipulation(study),
         ATTENTION_ROWS: _attention_rows(study),
         NORMS: _norms(study),
-        MEDIATION: _mediation(study, judgements),
+        MEDIATION: _mediation(study),
+        SINGLE_LAYERS: _single_layers(study),
         RANDOM_SETS: _random_sets(study),
         MINIMAL_SET: _minimal_set(trace, study),
         HISTOGRAMS: _histograms(study),
@@ -267,27 +272,59 @@ def _norms(study: StudyData) -> Rows:
                 )
 
 
-def _mediation(study: StudyData, judgements: Sequence[Judgement]) -> Rows:
-    by_id = {judgement.id: judgement for judgement in judgements}
-    for short, cause, dose in (("mask", "mask_to_self", None), ("amplification", "amplify_variance", DOSE)):
+def _mediation(study: StudyData) -> Rows:
+    for cause, dose in (("mask_to_self", None), ("amplify_variance", DOSE)):
         for held, mediator in ((SUPER_NEURONS, "super_neurons"), (DIMENSIONS, "massive_dimensions")):
-            if not any(condition.held == held for condition in study.results):
+            direct = study.at_targets(cause, dose, held)
+            if not direct:
                 continue
-            total, random, direct = (
-                float(study.risen_B(study.at_targets(cause, dose, of)).mean()) for of in (None, RANDOM_OF[held], held)
-            )
-            judged = by_id[f"mediation_{short}_{held}"]
+            total_B = study.risen_B([replace(condition, held=None) for condition in direct])
+            controls = [study.risen_B(study.at_targets(cause, dose, of)) for of in CONTROLS_OF[held]]
+            random_B = min(controls, key=np.mean)
+            direct_B = study.risen_B(direct)
+            total, random, left = (float(risen_B.mean()) for risen_B in (total_B, random_B, direct_B))
+            share, low, high = _with_interval(mediated, np.stack([total_B, direct_B], 1)) if total >= RISE else NOT_RUN
             yield dict(
                 intervention=cause,
                 mediator=mediator,
                 total=total,
                 random=random,
-                direct=direct,
-                indirect=random - direct,
-                share=judged.effect,
-                low=judged.low,
-                high=judged.high,
-                n=judged.n,
+                direct=left,
+                indirect=total - left,
+                share=share,
+                low=low,
+                high=high,
+                n=len(total_B),
+            )
+
+
+NOT_RUN = (None, None, None)
+
+
+def _with_interval(
+    statistic: Callable[[np.ndarray], np.ndarray], values_BC: np.ndarray
+) -> tuple[float | None, float | None, float | None]:
+    """(a statistic of means over sequences, both ends of its 95 % interval)."""
+    tail = bootstrap_tail(len(values_BC), 0.95)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        resampled_R = statistic(resample_weights(len(values_BC)) @ values_BC)
+        low, high = np.nanquantile(resampled_R, [tail, 1 - tail])
+        return float(statistic(values_BC.mean(0))), float(low), float(high)
+
+
+def _single_layers(study: StudyData) -> Rows:
+    """What the mask does in each early layer alone."""
+    for condition, result in study.results.items():
+        if condition.name == "see_self_in_layer":
+            risen_B = study.risen_B([condition])
+            low, high = bootstrap_mean_interval(risen_B)
+            yield dict(
+                layer=condition.number,
+                target=condition.target,
+                rise=float(risen_B.mean()),
+                low=float(low),
+                high=float(high),
+                n=len(result.rate_BS),
             )
 
 
@@ -303,8 +340,24 @@ def _random_sets(study: StudyData) -> Rows:
 
 def _minimal_set(trace: Trace, study: StudyData) -> Rows:
     shares = {as_neuron(u): u.write_share for u in trace.findings.super_neurons if u.position == study.plan.sink}
-    for neuron in study.minimal:
-        yield dict(layer=neuron.layer, expert=neuron.expert, neuron=neuron.neuron, share=shares.get(neuron, 0.0))
+    for number, neuron in enumerate(study.minimal):
+        alone = study.removal if len(study.minimal) == 1 else Condition("ablate_alone", study.plan.sink, number=number)
+        left, low, high = NOT_RUN
+        if alone in study.results:
+            left, low, high = _with_interval(second_over_first, study.left_B2(alone))
+        role = None
+        if high is not None:
+            role = NEEDED if high < HALF else BACK_UP
+        yield dict(
+            layer=neuron.layer,
+            expert=neuron.expert,
+            neuron=neuron.neuron,
+            share=shares.get(neuron, 0.0),
+            left_alone=left,
+            left_low=low,
+            left_high=high,
+            role=role,
+        )
 
 
 def _histograms(study: StudyData) -> Rows:

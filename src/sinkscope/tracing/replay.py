@@ -26,7 +26,7 @@ from sinkscope.tracing.feed_forward_cache import FeedForwardCache
 from sinkscope.tracing.layer_call import LayerCall
 from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.open_interventions import check_acted, suspend
-from sinkscope.tracing.recorder import Recorder, in_each_layer
+from sinkscope.tracing.recorder import Recorder
 from sinkscope.tracing.reducers import Reducer, Rows, SelfJoining
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
 
@@ -64,7 +64,6 @@ class ConditionReading:
     recorded: dict[Group, tuple[int, ...]]
     """By (layer, expert): which neurons were recorded."""
     num_heads: int
-    """Of all layers."""
     loss_B: Tensor | None = None
     """Mean next-token loss of each sequence; None unless requested."""
 
@@ -79,7 +78,7 @@ class ConditionReading:
         return self._share(self.later_heads_LBS)
 
     def _share(self, heads_LBS: Tensor) -> Tensor:
-        return heads_LBS.sum(0, dtype=torch.float64) / self.num_heads
+        return heads_LBS.sum(0, dtype=torch.float64) / (heads_LBS.shape[0] * self.num_heads)
 
     def group_values(self, group: Group, neurons: Sequence[int]) -> Tensor:
         """[B, T, n] activations of some of the recorded neurons of a group."""
@@ -228,6 +227,11 @@ class Replay:
         with self._cache.used_before(first_position, but_in=changed_neurons):
             return self._read(start, loss=loss)
 
+    def read_tokens(self, ids_BT: Tensor, **inputs: Tensor) -> ConditionReading:
+        """The reading of other tokens than the baseline's, or of the same ones with other inputs of the decoder, such
+        as position_ids."""
+        return self._read(None, loss=False, ids_BT=ids_BT, **inputs)
+
     def _keep_call(self, layer: int):
         def hook(module, args, kwargs) -> None:
             self._calls[layer] = besides(args, kwargs)
@@ -236,13 +240,17 @@ class Replay:
 
         return hook
 
-    def _read(self, start: int | None, *, loss: bool) -> ConditionReading:
+    def _read(
+        self, start: int | None, *, loss: bool, ids_BT: Tensor | None = None, **inputs: Tensor
+    ) -> ConditionReading:
         recorder = Recorder(self.anatomy, _observables(self.anatomy, self._groups, self.dimensions, self.moment_layers))
         layers = self.anatomy.layers[start or 0 :]
         shape = (self.ids_BT.shape[0], self.ids_BT.shape[1])
         with torch.no_grad(), evaluation_mode(self.model), recorder.listening(shape, layers):
             if start is None:
-                self.anatomy.decoder(input_ids=self.ids_BT.to(input_device(self.anatomy)), use_cache=False)
+                device, ids_BT = input_device(self.anatomy), self.ids_BT if ids_BT is None else ids_BT
+                others = {name: values.to(device) for name, values in inputs.items()}
+                self.anatomy.decoder(input_ids=ids_BT.to(device), use_cache=False, **others)
             else:
                 hidden_BTE = self._entering[start]
                 for layer in layers:
@@ -253,11 +261,7 @@ class Replay:
         results = recorder.results()
         (last_BTE,) = results.pop("last").values()
         activations = _by_group(results)
-        stacked = {}
-        for name, by_layer in results.items():
-            recorded = {layer: rows for layer, rows in by_layer.items() if layer >= layers[0].index}
-            rows = in_each_layer(self.anatomy, recorded, [layer.index for layer in layers])
-            stacked[name] = torch.stack([row.cpu() for row in rows])
+        stacked = {name: torch.stack([row.cpu() for row in rows.values()]) for name, rows in results.items()}
         loss_B = next_token_loss(self.anatomy, self.model, last_BTE, self.ids_BT) if loss else None
         if start is None:
             return ConditionReading(
@@ -265,7 +269,7 @@ class Replay:
                 dimensions=self.dimensions,
                 activations=activations,
                 recorded=self._groups,
-                num_heads=self.anatomy.num_heads_of_all_layers,
+                num_heads=self.anatomy.num_heads,
                 loss_B=loss_B,
             )
         # Layers and positions that did not run are as in the baseline.

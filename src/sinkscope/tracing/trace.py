@@ -184,7 +184,6 @@ def trace_summary(findings: Findings) -> dict:
         "model": recording.model_name,
         "family": recording.anatomy.family.name,
         "num_layers": recording.num_layers,
-        **({"attention_layers": recording.attention_layers} if recording.anatomy.is_hybrid else {}),
         "tokens": recording.batch.describe(),
         "keys": _chosen_keys(findings),
         "sink_rate": rate,
@@ -300,7 +299,7 @@ def hidden_sinks(sinks: Sequence[TokenSink], text_of: Callable[[int], str]) -> s
 def _too_short(findings: Findings, among: str) -> str:
     """The story of sequences so short that no key has the later queries that a sink needs."""
     recording = findings.recording
-    received_S = recording.of_attention("received").mean((0, 1))
+    received_S = recording["received"].mean((0, 1))
     is_last_S = recording.keys == recording.batch.length - 1  # it has no query but its own
     key = int(received_S.masked_fill(is_last_S, -1).argmax())
     share = f"{float(received_S[key]):.2f} of each query's on average"
@@ -326,5 +325,4 @@ def _chosen_keys(findings: Findings) -> list[int] | None:
 
 
 def _list(values: Tensor | None) -> list | None:
-    """The values of all layers, None for those without; None if there are none."""
-    return None if values is None else [None if math.isnan(value) else value for value in values.tolist()]
+    return None if values is None else values.tolist()
