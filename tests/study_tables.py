@@ -188,6 +188,7 @@ def _trace(random: np.random.Generator, model: str, sink: bool, bos: bool) -> tu
         "position": [0] if sink else [],
         "dimension": [17] if sink else [],
         **{name: [60.0] if sink else [] for name in ("value", "magnitude", "ratio", "contrast")},
+        "appears": [True] if sink else [],
     }
     sinks = {
         "position": [0],
