@@ -17,7 +17,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 import sinkscope
 from sinkscope.errors import InputError
 from sinkscope.interventions.neurons import ablate_neurons
+from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loading import load
+from sinkscope.tracing.attention_hook import CausalMask
+from sinkscope.tracing.block_states import besides, entering
+from sinkscope.tracing.lock import making_keys
 from sinkscope.tracing.trace import trace
 
 IMAGE, LENGTH, AT = 98, 40, 4
@@ -158,6 +162,32 @@ def test_what_cannot_be_read_is_refused_with_the_reason(name):
 
 def test_gemma3_is_read_on_text_alone():
     assert trace(tiny("gemma3"), with_image("gemma3")["input_ids"].clamp(max=90)).recording.anatomy.family
+
+
+def test_keys_of_some_positions_are_rotated_as_in_three_dimensions():
+    """What the lock reads: the keys that a layer makes of some states are those of the whole text there."""
+    model, kept = tiny("qwen2_5_vl"), []
+    anatomy, ids = anatomy_of(model), torch.arange(3, 75).view(3, 24)
+    layer, some = anatomy.layers[1], torch.tensor([0, 5, 17])
+
+    def keep(module, args, kwargs) -> None:
+        kept.append((entering(args, kwargs), besides(args, kwargs)))
+
+    handle = layer.attention.register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    handle.remove()
+    ((state_BTE, (args, kwargs)),) = kept
+    call = args, kwargs | {"attention_mask": CausalMask(None)}
+    with torch.no_grad(), making_keys(anatomy) as key_of:
+        every_BKTD = key_of(layer, state_BTE, call, torch.arange(24), 24)
+        some_BKQD = key_of(layer, state_BTE[:2, some], call, some, 24)
+    torch.testing.assert_close(some_BKQD, every_BKTD[:2, :, some])
+
+
+def test_a_model_that_reads_images_is_not_rotated():
+    with pytest.raises(InputError, match="image features are written into it"):
+        sinkscope.rotate(tiny("llava"))
 
 
 def test_a_saved_folder_is_loaded_with_its_eye(tmp_path):

@@ -24,7 +24,7 @@ from sinkscope.audits.texts import held_out_in_words
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import first_line
 from sinkscope.models.loaded import LoadedModel
-from sinkscope.models.loading import quiet
+from sinkscope.models.loading import class_of, quiet
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import rows_where
@@ -290,12 +290,11 @@ def write_model(loaded: LoadedModel, folder: RunFolder) -> None:
 @torch.no_grad()
 def _check_reloaded(model: Any, folder: RunFolder) -> None:
     """Refuses a model that transformers does not load again as the same function."""
-    from transformers import AutoModelForCausalLM
 
     ids = torch.arange(4)[None]
     try:
         with quiet():
-            again: Any = AutoModelForCausalLM.from_pretrained(folder.path, dtype=model.dtype, local_files_only=True)
+            again: Any = class_of(model.config).from_pretrained(folder.path, dtype=model.dtype, local_files_only=True)
         with evaluation_mode(model):
             logits = model(ids.to(model.device)).logits.cpu()
         difference = float((again.eval()(ids).logits - logits).abs().max())

@@ -121,12 +121,13 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def linear_layers(model: Any) -> dict[str, Any]:
-    """By name, every linear layer that a pass calls, except the output head.
+    """By name, every linear layer that a pass over text calls, except the output head.
 
     Refuses a model that multiplies by other weights too, since a scheme could not act there.
     """
     left_out = {model.get_output_embeddings(), *idle_adapters(model)}
-    layers = {name: part for name, part in model.named_modules() if is_linear(part) and part not in left_out}
+    called = set(anatomy_of(model).decoder.modules()) - left_out  # not those that read images
+    layers = {name: part for name, part in model.named_modules() if is_linear(part) and part in called}
     # Of models of sinkscope's own: layers that multiply by a weight without being a Linear.
     others = [type(part).__name__ for part in model.modules() if getattr(part, "acts_by_weight_alone", False)]
     experts = [layer.index for layer in anatomy_of(model).layers if layer.experts is not None]

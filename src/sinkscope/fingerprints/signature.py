@@ -33,7 +33,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.anatomy import embedding_device
 from sinkscope.models.checkpoint_checks import first_line
 from sinkscope.models.initial import Configuration
-from sinkscope.models.loaded import LoadedModel
+from sinkscope.models.loaded import LoadedModel, without_head
 from sinkscope.models.token_batches import context_length, num_embeddings
 from sinkscope.progress import Progress
 from sinkscope.results.parts import Parts
@@ -240,7 +240,7 @@ def _states(loaded: LoadedModel, ids_BT: Tensor) -> dict[str, np.ndarray]:
     """
     owner: Any = loaded.model
     # The base_model of a PEFT model is the whole model with its head, not the body. The body has the adapters inside.
-    body: Any = (owner.get_base_model() if hasattr(owner, "get_base_model") else owner).base_model
+    body: Any = without_head((owner.get_base_model() if hasattr(owner, "get_base_model") else owner).base_model)
     ids_BT = ids_BT.to(embedding_device(loaded.model))
     with evaluation_mode(loaded.model):
         last = body(input_ids=ids_BT, use_cache=False).last_hidden_state[:, -1]

@@ -22,7 +22,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.experts import expert_outputs, is_experts
 from sinkscope.models.families import FAMILIES, Family
 from sinkscope.models.finding import find_family
-from sinkscope.models.loaded import Model, bare_model
+from sinkscope.models.loaded import Model, bare_model, without_head
 from sinkscope.models.sharded import unsharded, whole
 from sinkscope.models.weights import held
 
@@ -317,7 +317,7 @@ def describe(family: Family, model: AnyModule) -> Anatomy:
         )
     return described(
         family,
-        model.get_decoder(),
+        without_head(model.get_decoder()),
         num_heads=config.num_attention_heads,
         num_key_value_heads=getattr(config, "num_key_value_heads", None),
         width=config.hidden_size,

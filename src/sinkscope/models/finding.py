@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from sinkscope.errors import InputError
 from sinkscope.models.experts import Routing, given_by_experts, is_experts, routing_of, written_by_experts
 from sinkscope.models.families import Family
+from sinkscope.models.loaded import without_head
 
 SHAPE = (2, 8)
 """Sequences and tokens of the pass."""
@@ -112,7 +113,7 @@ def find_family(model: Any) -> Family:
 def _find(model: Any) -> Family:
     if not hasattr(model, "get_decoder"):
         raise NotFoundError(f"{type(model).__name__} has no get_decoder()")
-    decoder, config = model.get_decoder(), model.config.get_text_config()
+    decoder, config = without_head(model.get_decoder()), model.config.get_text_config()
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if getattr(config, name, None) is None:
             raise NotFoundError(f"its configuration has no {name}")

@@ -36,7 +36,8 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None, with
     they are not read. With a model, ids and length are checked against it. `with_images`: whether the caller reads
     images; they, and all that the processor returned for them, are then kept beside the ids.
     """
-    if with_images and isinstance(ids, Mapping) and _reads_images(bare_model(model), ids):
+    is_given = isinstance(ids, Mapping) and any(ids.get(name) is not None for name in PIXELS)
+    if with_images and is_given and reads_images(bare_model(model)):
         return _with_images(ids, bare_model(model))
     if isinstance(ids, Mapping):
         if "input_ids" not in ids:
@@ -63,10 +64,10 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None, with
     return batch_of_rows(rows, kind="given", leading_ids=leading)
 
 
-def _reads_images(model: Any, given: Mapping[str, Any]) -> bool:
-    """Whether images are given, and the model reads images."""
+def reads_images(model: Any) -> bool:
+    """Whether a model reads images beside tokens."""
     read = inspect.signature(model.forward).parameters
-    return any(name in read and given.get(name) is not None for name in PIXELS)
+    return any(name in read for name in PIXELS)
 
 
 def _with_images(given: Mapping[str, Any], model: Any) -> TokenBatch:

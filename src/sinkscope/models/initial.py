@@ -14,7 +14,7 @@ from sinkscope.arguments import memory_bytes
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import WEIGHTS, WEIGHTS_INDEX, ask, causal_config, check_counts
 from sinkscope.models.loaded import LoadedModel
-from sinkscope.models.loading import TOKENIZER_FILES, load, quiet
+from sinkscope.models.loading import TOKENIZER_FILES, class_of, load, quiet
 from sinkscope.names import DEFAULT_MODEL, RESOLVERS, run_path
 from sinkscope.results.validated import shortened
 from sinkscope.runtime import resolve_device, resolve_dtype
@@ -115,8 +115,6 @@ def drawn(configuration: Configuration, seed: int) -> Any:
 
 def _built(configuration: Configuration, seed: int = 0) -> Any:
     """A model of the configuration, in full precision, on the device of the context."""
-    from transformers import AutoModelForCausalLM
-
     config: Any = copy.deepcopy(configuration.config)
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
@@ -126,7 +124,7 @@ def _built(configuration: Configuration, seed: int = 0) -> Any:
     return ask(
         "Transformers cannot build a model of this configuration",
         "Fetch it again, or mend it.",
-        AutoModelForCausalLM.from_config,
+        class_of(config).from_config,
         config,
         dtype=torch.float32,
         trust_remote_code=trusted,

@@ -58,6 +58,12 @@ def bare_model(model: Any) -> Any:
     return model.model if isinstance(model, LoadedModel) else model
 
 
+def without_head(part: Any) -> Any:
+    """A model without its output head: Llama 4 names itself, with its head, where others name their decoder."""
+    inner = getattr(part, "model", None)
+    return inner if hasattr(part, "lm_head") and isinstance(inner, nn.Module) else part
+
+
 def bos_id(loaded: LoadedModel) -> int:
     """The id of the beginning-of-sequence token; refused where there is none."""
     token_id = find_bos(loaded)

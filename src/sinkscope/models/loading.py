@@ -198,8 +198,6 @@ def quiet() -> Iterator[None]:
 
 def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options: Any) -> PreTrainedModel:
     """The model in a folder, dense if it was quantised, with its head-wise RMSNorm if it has one."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     check_no_adapter(folder, str(folder))
     config = causal_config(folder, name, options["trust_remote_code"])
     check_weight_names((entry.name for entry in folder.iterdir()), name)
@@ -210,7 +208,7 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
         INSTALL
         if quantised
         else "Fetch the checkpoint again; for lack of memory, give a smaller `dtype` or `device_map='auto'`.",
-        (AutoModelForImageTextToText if _reads_images(config) else AutoModelForCausalLM).from_pretrained,
+        class_of(config).from_pretrained,
         folder,
         config=config,
         dtype=dtype,
@@ -226,17 +224,21 @@ def _load_folder(folder: Path, name: str, *, dtype: torch.dtype | str, **options
     return model
 
 
-def _reads_images(config: Any) -> bool:
-    """Whether a checkpoint is of a model that reads images too: one with no other causal head, or saved as such."""
+def class_of(config: Any) -> Any:
+    """The class of transformers that loads a checkpoint: for one of a model that reads images too, which has no other
+    causal head or was saved as such, the class that does."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )
 
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return False
+        return AutoModelForCausalLM
     saved_as: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    return type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or saved_as.__name__ in (config.architectures or ())
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and saved_as.__name__ not in (config.architectures or ()):
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
 
 
 def _finish(model: Any, tokenizer: Any, *, trust_remote_code: bool, **origin: Any) -> LoadedModel:

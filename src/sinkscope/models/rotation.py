@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, anatomy_of, is_transposed
 from sinkscope.models.experts import is_transposed as experts_are_transposed
+from sinkscope.models.given_ids import reads_images
 from sinkscope.models.loaded import Model, bare_model
 from sinkscope.models.weights import check_in_memory
 
@@ -52,6 +53,8 @@ def rotate(model: Model, rotation: Tensor | None = None, *, seed: int = 0) -> An
     """
     original = bare_model(model)
     check_in_memory(original, "Rotating")
+    if reads_images(original):
+        raise RotationError("image features are written into it beside tokens")
     _check_norms(anatomy_of(original))
     result = copy.deepcopy(original).eval()
     anatomy = anatomy_of(result)

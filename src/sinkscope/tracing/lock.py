@@ -107,7 +107,7 @@ def making_keys(anatomy: Anatomy) -> Iterator[Callable[..., Tensor]]:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
     def key_of(layer: Layer, state_BQE: Tensor, call: Any, positions_Q: Tensor, length: int) -> Tensor:
-        args, kwargs = _at_positions(call, positions_Q, length)
+        args, kwargs = _at_positions(call, positions_Q, length, len(state_BQE))
         # Calls forward directly: hooks that others put on the module are not meant for these few rows.
         with unsharded(layer.block), direct_call(anatomy, layer):
             layer.attention.forward(state_BQE, *args, **kwargs)
@@ -118,17 +118,28 @@ def making_keys(anatomy: Anatomy) -> Iterator[Callable[..., Tensor]]:
         yield key_of
 
 
-def _at_positions(value: Any, positions_Q: Tensor, length: int) -> Any:
-    """The arguments of an attention call for some positions alone: tensors are cut along the axis that has the length
-    of the text (rotary embeddings, position ids)."""
+def _at_positions(value: Any, positions_Q: Tensor, length: int, num_sequences: int) -> Any:
+    """The arguments of an attention call for some positions of the first sequences alone: tensors are cut along the
+    axis that has the length of the text (rotary embeddings, position ids), and the one before it."""
     if isinstance(value, CausalMask):
         return CausalMask(None)
     if isinstance(value, tuple | list):
-        return type(value)(_at_positions(item, positions_Q, length) for item in value)
+        return type(value)(_at_positions(item, positions_Q, length, num_sequences) for item in value)
     if isinstance(value, dict):
-        return {name: _at_positions(item, positions_Q, length) for name, item in value.items()}
-    if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == length:
-        return value.index_select(1, positions_Q.to(value.device))
-    if isinstance(value, Tensor) and value.ndim == 1 and value.shape[0] == length:
-        return value.index_select(0, positions_Q.to(value.device))
+        return {name: _at_positions(item, positions_Q, length, num_sequences) for name, item in value.items()}
+    if isinstance(value, Tensor) and (axis := _length_axis(value, length)) is not None:
+        value = value.index_select(axis, positions_Q.to(value.device))
+        if axis and value.shape[axis - 1] != num_sequences:
+            # Of several chunks the arguments of one are kept; without images they are alike in all sequences.
+            value = value.narrow(axis - 1, 0, num_sequences if value.shape[axis - 1] > num_sequences else 1)
     return value
+
+
+def _length_axis(value: Tensor, length: int) -> int | None:
+    """The axis of an argument that has the length of the text; None if none has."""
+    if value.ndim == 1:
+        return 0 if value.shape[0] == length else None
+    # Positions of text and images have three coordinates, and these come first: [3, B, T] and rotary [3, B, T, D].
+    has_coordinates = value.ndim - value.is_floating_point() == 3 and value.shape[0] == 3
+    axis = 2 if has_coordinates else 1
+    return axis if value.ndim > axis and value.shape[axis] == length else None
