@@ -20,8 +20,8 @@ from sinkscope.errors import InputError
 
 if TYPE_CHECKING:
     from sinkscope.models.loaded import LoadedModel
+    from sinkscope.results.result import Result
     from sinkscope.results.run_folder import RunFolder
-    from sinkscope.tracing.trace import Trace
 
 locked_runs = ExitStack()
 """The locks of the run folders that the command writes; `main` releases them."""
@@ -118,17 +118,19 @@ def finished_parts_are_kept(way_on: str) -> Iterator[None]:
         raise KeyboardInterrupt(f"what is finished is kept; {way_on}") from None
 
 
-def write_page(folder: RunFolder) -> None:
-    """Writes the page of a run whose tables are written."""
-    from sinkscope.results.saved import write_page_of_run
+def write_page(folder: RunFolder) -> Result:
+    """Writes the page of a run whose tables are written, and returns the result that they hold."""
+    from sinkscope.results.saved import load_result
 
-    write_page_of_run(folder.path, folder.path / "report.html")
+    result = load_result(folder.path)
+    result.report(folder.path / "report.html", overwrite=True)
+    return result
 
 
-def write_pictures(folder: RunFolder, trace: Trace) -> None:
+def write_pictures(folder: RunFolder) -> None:
     """Writes the page, and the picture of the chain if matplotlib is installed."""
     from sinkscope.pages.drawn import can_draw
 
+    result = write_page(folder)
     if can_draw():
-        trace.plot().savefig(folder.path / "chain.png", dpi=110, metadata={"Software": "sinkscope"})
-    write_page(folder)
+        result.plot().savefig(folder.path / "chain.png", dpi=110, metadata={"Software": "sinkscope"})

@@ -108,7 +108,7 @@ def test_a_study_and_its_page_survive_zero_tokens(monkeypatch, tmp_path):
         folder.write_yaml("config.yaml", {})
         folder.write_json("environment.json", {})
         found.write(folder)
-        write_pictures(folder, found.trace)
+        write_pictures(folder)
     assert "NaN" not in (tmp_path / "run" / "report.html").read_text().split("<script", 1)[0]
     by_id = {judgement.id: judgement for judgement in found.judgements}
     assert all(np.isfinite(judgement.effect) for judgement in by_id.values() if judgement.effect is not None)

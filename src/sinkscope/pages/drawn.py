@@ -41,6 +41,8 @@ MARKERS = {
     "triangle-left": "<",
 }
 PIXELS_AN_INCH = 75
+MANY = 4
+"""From so many figures side by side each is narrower."""
 NOTEBOOK_DPI = 80
 
 
@@ -64,10 +66,14 @@ def drawing_class() -> type[Drawing]:
     return InNotebooks
 
 
-def drawing(figures: Sequence[Figure]) -> Drawing:
-    """The figures side by side as one matplotlib figure. Needs the extra `report`."""
+def drawing(figures: Sequence[Figure], title: str = "") -> Drawing:
+    """The figures side by side as one matplotlib figure. Needs the extra `plot`."""
     height = min(max(figure.height for figure in figures) / PIXELS_AN_INCH, 10)
-    whole = drawing_class()(figsize=(6 * len(figures), max(height, 3.5)), layout="constrained")
+    width = 6 if len(figures) < MANY else 4
+    whole = drawing_class()(figsize=(width * len(figures), max(height, 3.5)), layout="constrained")
+    if title:
+        # parse_math off: a model's name is text, and a stray dollar sign in it must not be read as a formula.
+        whole.suptitle(title, fontsize=11, parse_math=False, wrap=True)
     panels = whole.subplots(1, len(figures), squeeze=False)[0]
     for axes, figure in zip(panels, figures, strict=True):
         _draw(axes, figure)

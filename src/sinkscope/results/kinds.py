@@ -97,8 +97,8 @@ class Kind:
     None where nothing does."""
     main_figures: tuple[str, ...] = ()
     """The figures that `.plot()` draws; by default the first one of the page."""
-    picture: str = ""
-    """The module with `picture(tables, summary)`, if one picture shows the whole result."""
+    is_pictured: bool = False
+    """Whether these show the whole result, as a notebook and a picture in the run folder do."""
     check: Callable[[Any], None] | None = None
     """Refuses a `Run` that a page could not draw."""
     load: str = ""

@@ -91,7 +91,7 @@ class Result:
         return folder.path
 
     def report(self, out: Path | str, *, overwrite: bool = False) -> Path:
-        """Writes the page of this result: one file, which opens without a network. Needs the extra `report`."""
+        """Writes the page of this result: one file, which opens without a network."""
         from sinkscope.results.run_folder import check_page
 
         path = user_path(out)
@@ -103,19 +103,18 @@ class Result:
     def plot(self, *names: str) -> Drawing:
         """Figures of the page, by name, as one matplotlib figure; without names, the chain or the main figures.
 
-        Needs the extra `report`. A name that is not there is refused with those that are.
+        Needs the extra `plot`. A name that is not there is refused with those that are.
         """
         from sinkscope.pages.drawn import drawing
 
         self._check_whole()
         kind = self._declared
-        if not names and kind.picture:
-            return import_module(kind.picture).picture(self.tables, self.summary)
         by_id = {figure.id: figure for figure in self.figures()}
         if unknown := [name for name in names if name not in by_id]:
             raise InputError(f"There is no figure {unknown[0]!r}. Choose some of these: {', '.join(by_id)}.")
         main = [name for name in kind.main_figures if name in by_id]
-        return drawing([by_id[name] for name in names or main or list(by_id)[:1]])
+        title = "" if names or not kind.is_pictured else f"{self.summary['model']}: {self.summary['story']}"
+        return drawing([by_id[name] for name in names or main or list(by_id)[:1]], title)
 
     def figures(self) -> list[Figure]:
         """The figures of the page."""
@@ -173,7 +172,7 @@ class Result:
         """The picture of a chain in base64; empty where there is none to draw."""
         from sinkscope.pages.drawn import can_draw
 
-        if not self._declared.picture or self.lacking or not can_draw():
+        if not self._declared.is_pictured or self.lacking or not can_draw():
             return ""
         image = io.BytesIO()
         self.plot().savefig(image, format="png", dpi=SMALL_DPI)

@@ -128,7 +128,7 @@ def _study(
             attention = result.trace.recording.attention_path
             folder.write_json("environment.json", run_environment(loaded, attention_path=attention))
             result.write(folder)
-            write_pictures(folder, result.trace)
+            write_pictures(folder)
         if not output.as_json:
             show(result, path)
     if page is not None:

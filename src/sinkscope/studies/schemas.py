@@ -9,7 +9,7 @@ from __future__ import annotations
 from sinkscope.results.kinds import Kind
 from sinkscope.results.tables import Column, Schema
 from sinkscope.results.validated import Name
-from sinkscope.tracing.schemas import TRACE_TABLES, TraceSummary, check_heads
+from sinkscope.tracing.schemas import CHAIN_PANELS, TRACE_TABLES, TraceSummary, check_heads
 
 _TARGET = Column("target", "int", "Position that the condition acts on; null for the baseline", nullable=True)
 _FACTOR = Column("factor", "float", "Strength of the intervention, such as 8; null if it has none", nullable=True)
@@ -308,7 +308,8 @@ KINDS = (
         headline=("claims", "verdict", "statement", "effect", "low", "high", "control"),
         page="sinkscope.studies.page",
         summary=StudySummary,
-        picture="sinkscope.tracing.picture",
+        main_figures=CHAIN_PANELS,
+        is_pictured=True,
         check=check_heads,
     ),
 )

@@ -12,7 +12,7 @@
     findings.py       what the recording shows: sinks, massive dimensions (disparity.py: from layer to
                       layer) and, with super_neurons.py, who writes them
     sequences.py      the sinks of each single text; tables.py and schemas.py: all of it as the columns of tables
-    page.py, cli.py   the page (with figures.py, maps.py, picture.py) and the command
+    page.py, cli.py   the page (with figures.py, maps.py) and the command
 
 Beside this path: replay.py runs one batch under many interventions and keeps a few numbers of each pass (with
 feed_forward_cache.py); open_interventions.py knows which interventions are on; restored.py checks that they leave the

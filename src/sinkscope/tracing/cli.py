@@ -68,7 +68,7 @@ def trace_command(
         environment = run_environment(loaded, attention_path=recording.attention_path, elapsed_s=recording.elapsed_s)
         folder.write_json("environment.json", environment)
         result.write(folder)
-        write_pictures(folder, result)
+        write_pictures(folder)
     output.show(path, lambda: show(result, loaded, path))
 
 

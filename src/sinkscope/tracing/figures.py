@@ -295,8 +295,8 @@ def _received(run: Run) -> Figure:
     chosen = {} if run.summary.get("keys") is None else {"mode": "markers"}
     return Figure(
         "received",
-        "Attention received",
-        f"Sink rate: share of heads that give a key more than {RECEIVED_THRESHOLD} of their attention."
+        "Sink rate",
+        f"Share of heads that give a key more than {RECEIVED_THRESHOLD} of their attention."
         + _cut(len(positions), run.summary["tokens"]["length"], "positions; the last ones have few queries"),
         ("rates",) if "rates" in run.tables else ("positions",),
         [line(positions, rates, "sink rate", 0, low=low, high=high, showlegend=False) | chosen],

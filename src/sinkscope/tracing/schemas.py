@@ -335,6 +335,8 @@ class TraceSummary(OfAModel):
     dom_ratio: DomRatios
 
 
+CHAIN_PANELS = ("variance", "writes", "output-vectors", "dom-ratio", "received")
+"""The figures of the chain, from left to right."""
 KINDS = (
     Kind(
         name="trace",
@@ -344,7 +346,8 @@ KINDS = (
         headline=("sinks", "position", "rate", "low", "high", "num_layers", "mean_attention"),
         page="sinkscope.tracing.page",
         summary=TraceSummary,
-        picture="sinkscope.tracing.picture",
+        main_figures=CHAIN_PANELS,
+        is_pictured=True,
         check=check_heads,
     ),
 )
