@@ -337,10 +337,7 @@ def described(
     parallel: bool = False,
 ) -> Anatomy:
     """The anatomy of any decoder read through a row: for a model of your own, to be its `sinkscope_anatomy`."""
-    blocks = decoder.get_submodule(family.blocks)
-    if isinstance(blocks, nn.ModuleDict):  # as torchtitan keeps them
-        blocks = blocks.values()
-    layers = tuple(_layer(family, index, block) for index, block in enumerate(blocks))
+    layers = tuple(_layer(family, index, block) for index, block in enumerate(decoder.get_submodule(family.blocks)))
     if not layers:
         raise InputError("This model has no layers. Check their number in config.json.")
     return Anatomy(

@@ -17,7 +17,6 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from transformers import PreTrainedConfig
 
 from sinkscope.attention.head_norm import HeadRMSNorm
 from sinkscope.errors import InputError
@@ -68,8 +67,8 @@ def insert_head_norm(
         norm.handle = projection.register_forward_pre_hook(_normalise)
         norms.append(norm)
     owner = bare_model(model)
-    if isinstance(config := getattr(owner, "config", None), PreTrainedConfig):
-        setattr(config, HEAD_NORM, options)
+    if hasattr(owner, "config"):
+        setattr(owner.config, HEAD_NORM, options)
     if _is_of_transformers(owner):
         names = {id(module): name for name, module in owner.named_modules()}
         heads = {
@@ -90,8 +89,8 @@ def remove_head_norm(model: Model) -> None:
         norm.handle.remove()
         delattr(layer.output_projection, NAME)
     owner = bare_model(model)
-    if isinstance(config := getattr(owner, "config", None), PreTrainedConfig):
-        delattr(config, HEAD_NORM)
+    if hasattr(owner, "config"):
+        delattr(owner.config, HEAD_NORM)
     vars(owner).pop("save_pretrained", None)
 
 

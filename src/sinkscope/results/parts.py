@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ class Parts:
     def __init__(self, run_path: Path | None, request: Mapping[str, Any]) -> None:
         self.path = None if run_path is None else hidden_sibling(user_path(run_path).resolve(), "parts")
         self._request = json.dumps(request, sort_keys=True, default=str)
+        self._prefix = ""
+
+    def within(self, name: str) -> Parts:
+        """Parts of the same request with names of their own."""
+        inner = copy(self)
+        inner._prefix = f"{self._prefix}{name}-"
+        return inner
 
     @cached_property
     def _folder(self) -> Path | None:
@@ -45,13 +53,17 @@ class Parts:
                 partial.write_text(self._request, encoding="utf-8")
         return self.path
 
+    def _file(self, name: str) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{self._prefix}{name}.safetensors"
+
     def prepare(self) -> None:
         """Makes or clears the folder now: of several processes that share it, one must come before the others."""
         _ = self._folder
 
     def load(self, name: str, holds: Collection[str] = ()) -> dict[str, np.ndarray] | None:
         """The arrays of a part; None if it is not finished, or lacks what it must hold: an earlier version wrote it."""
-        if self._folder is None or not (file := self._folder / f"{name}.safetensors").is_file():
+        if self._folder is None or not (file := self._file(name)).is_file():
             return None
         try:
             arrays = load_file(file)
@@ -62,7 +74,7 @@ class Parts:
     def save(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
         if self._folder is None:
             return
-        with explained(self._folder, only=CANNOT_GROW), whole_file(self._folder / f"{name}.safetensors") as partial:
+        with explained(self._folder, only=CANNOT_GROW), whole_file(self._file(name)) as partial:
             save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, partial)
 
     def kept(

@@ -7,6 +7,7 @@ condition_runner.py   makes, calibrates and runs the conditions of conditions.py
 checks.py             whether conditions did what their names say
 study_data.py         all numbers together, from which claims and tables are made
 claims.py             CLAIMS, with causal_claims.py and mixing_claims.py; judging.py turns numbers into a verdict
+texts.py              the text that is read beside random tokens; purpose.py: what the sink is for there
 answer.py             the answer in a few sentences
 tables.py, schemas.py, page.py with figures.py, cli.py    the tables, the page and the command
 """

@@ -42,6 +42,13 @@ class StudyOptions:
             "studies side by side), or auto: text begins as the tokenizer begins it, random tokens with nothing."
         ),
     ] = "auto"
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="Text file on which the claims that decide are judged too; one of 60 kB ships with the package.",
+            show_default=False,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_choice("bos", self.bos, CHOICES)
@@ -71,7 +78,7 @@ def study_command(asked: StudyOptions, tokens: BatchOptions, source: ModelOption
     """
     check_study(tokens.length, tokens.num_sequences)
     path = output.path(source.model)
-    runs, page = _both(path, output.overwrite) if asked.bos == "both" else ({path: asked}, None)
+    runs, page = _both(path, asked, output.overwrite) if asked.bos == "both" else ({path: asked}, None)
     with finished_parts_are_kept(f"the same command with --out {path} goes on"):
         _study(source, tokens, runs, page, output)
     if output.as_json:
@@ -79,12 +86,15 @@ def study_command(asked: StudyOptions, tokens: BatchOptions, source: ModelOption
         print(texts[0] if page is None else f"[{', '.join(texts)}]")
 
 
-def _both(path: Path, overwrite: bool) -> tuple[dict[Path, StudyOptions], Path]:
+def _both(path: Path, asked: StudyOptions, overwrite: bool) -> tuple[dict[Path, StudyOptions], Path]:
     """The run folders of the studies with and without BOS, and the page that compares them. Checked before any work."""
     from sinkscope.results.run_folder import check_page
 
     names = {"bos": "yes", "no-bos": "no"}  # in this order, a model that has no BOS is refused at once
-    runs = {path.with_name(f"{path.name}-{name}"): StudyOptions(bos=choice) for name, choice in names.items()}
+    runs = {
+        path.with_name(f"{path.name}-{name}"): StudyOptions(bos=choice, text=asked.text)
+        for name, choice in names.items()
+    }
     for run in runs:
         run_path(run, None, overwrite)
     page = path.with_name(f"{path.name}.html")
@@ -120,7 +130,9 @@ def _study(
         if processes.count() > 1:  # one process makes it only when needed: a refused run must change nothing
             processes.from_first(parts[path].prepare)
         with progress.bar(f"conditions of {loaded.name}") as move:
-            results[path] = study(loaded, bos=BOS[asked.bos], **asdict(tokens), parts=parts[path], progress=move)
+            results[path] = study(
+                loaded, bos=BOS[asked.bos], text=asked.text, **asdict(tokens), parts=parts[path], progress=move
+            )
     first_process_writes()
     for path, result in results.items():
         with progress.working("writing tables and the report"), run_folder(path, output.overwrite) as folder:

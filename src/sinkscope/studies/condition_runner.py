@@ -120,6 +120,12 @@ class ConditionRunner:
             conditions += self._removals(for_tables)
         return conditions
 
+    def decisive(self) -> list[Condition]:
+        """Those alone on which the mechanism and the removal of the neurons are decided."""
+        without = ("mask_to_self", "transplant_super_neurons", *(f"transplant_{how}" for how in WRITTEN_ELSEWHERE))
+        every = self.all(sink_varies=False, for_tables=False)
+        return [condition for condition in every if condition.name not in without]
+
     def _of_tokens(self) -> Iterator[Condition]:
         """Whether it is the token or its place that counts."""
         sink = self.plan.sink

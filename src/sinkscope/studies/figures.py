@@ -19,6 +19,7 @@ from sinkscope.pages.figure import (
     axis,
     categories,
     floats,
+    heat_map,
     level,
     levels,
     line,
@@ -47,12 +48,60 @@ def study_figures(run: Run) -> dict[str, list[Figure]]:
         "mediation": _if_any(run, "mediation", mediation),
         "confounds": _if_any(run, "effects", confounds),
         "histograms": histograms(run),
+        "text": _if_any(run, "text_losses", _text_losses) + _if_any(run, "head_roles", _head_roles),
     }
 
 
 def _if_any(run: Run, table: str, build: Callable[[Run], Figure | None]) -> list[Figure]:
     figure = build(run) if any(run.tables[table].values()) else None
     return [] if figure is None else [figure]
+
+
+def _text_losses(run: Run) -> Figure:
+    """What is lost on text by what was removed."""
+    rows = run.rows("text_losses")
+    names = [row["removed"].replace("_", " ") for row in rows]
+    changes, low, high = ([row[name] for row in rows] for name in ("change", "low", "high"))
+    return Figure(
+        "text-losses",
+        "What is lost on text without the sink",
+        "Change of the mean loss in nats, paired by sequence, with its interval. The random ones are the controls.",
+        ("text_losses",),
+        [points(changes, names, "change", 0, low=low, high=high, showlegend=False)],
+        {"xaxis": axis("change of the loss, nats"), "yaxis": categories(names[::-1])},
+        ("removed", "loss", "change", "low", "high", "n"),
+        [tuple(row.values()) for row in rows],
+        120 + 22 * len(names),
+    )
+
+
+def _head_roles(run: Run) -> Figure:
+    """A map of what the heads with the sink are worth on text."""
+    rows = run.rows("head_roles")
+    num_heads = max(row["head"] for row in rows) + 1
+    values = np.full((run.summary["num_layers"], num_heads), np.nan)
+    for row in rows:
+        values[row["layer"], row["head"]] = row["text"]
+    return Figure(
+        "head-roles",
+        "What each head with the sink is worth on text",
+        "Rise of the loss with the head at its mean, to first order, over what the heads of the model are worth on "
+        "average. A head is dormant where it is worth less than a tenth of that, and active where more, by its "
+        "interval on prose and on code; the table has both.",
+        ("head_roles",),
+        [heat_map(range(num_heads), range(len(values)), values, "worth", "layer %{y}, head %{x}", largest=2.0)],
+        {"xaxis": axis("head"), "yaxis": axis("layer")},
+        ("layer", "head", "role", "on text", "interval", "on code", "interval"),
+        [
+            (
+                *(row[name] for name in ("layer", "head", "role", "text")),
+                interval(row["text_low"], row["text_high"]),
+                row["code"],
+                interval(row["code_low"], row["code_high"]),
+            )
+            for row in rows
+        ],
+    )
 
 
 def _forest(run: Run) -> Figure | None:

@@ -68,6 +68,12 @@ MECHANISMS = (
 )
 
 
+def decisive_claims() -> dict[str, Claim]:
+    """The claims that mechanisms rest on, with the sink and the neurons: those that are judged on text too."""
+    named = [claim for each in MECHANISMS for claim in (*each.holds, *each.fails)]
+    return {id: claim for id, claim in CLAIMS.items() if id in ("sink", *named, "neurons_necessary")}
+
+
 def mechanism_of(verdicts: Mapping[str, Verdict]) -> str:
     """The name of the mechanism that verdicts by claim decide; undecided if none is, no_sink without a sink."""
     if verdicts.get("sink") != "holds":

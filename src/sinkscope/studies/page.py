@@ -46,6 +46,10 @@ SECTIONS = {
         "What else changes",
         "What each intervention changes besides the sink: entropy and mixing of attention, norms, and loss.",
     ),
+    "text": (
+        "What the sink is for",
+        "What is lost on text without the sink, and whether the heads that have it do anything there.",
+    ),
     "histograms": (
         "Activations of super neurons",
         "The first neurons and conditions are shown; the table has all of them.",

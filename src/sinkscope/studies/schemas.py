@@ -6,6 +6,8 @@ Verdicts are holds, does not hold, not applicable and undecided. A condition is 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sinkscope.results.kinds import Kind
 from sinkscope.results.tables import Column, Schema
 from sinkscope.results.validated import Name
@@ -275,8 +277,47 @@ OUTPUT_ENERGY = Schema(
     ),
 )
 
+TEXT_CLAIMS = replace(CLAIMS, name="text_claims")
+"""The claims that decide the mechanism, judged on text beside random tokens."""
+TEXT_LOSSES = Schema(
+    "text_losses",
+    (
+        Column(
+            "removed",
+            "str",
+            "What was removed: the neurons that write the sink, or its massive dimensions, everywhere or at the sink "
+            "alone; or as many random ones, the control",
+        ),
+        Column("loss", "float", "Mean loss on text without it, in nats"),
+        Column("change", "float", "Change against the baseline, paired by sequence"),
+        Column("low", "float", "Lower end of its interval"),
+        Column("high", "float", "Upper end of its interval"),
+        _N,
+    ),
+)
+HEAD_ROLES = Schema(
+    "head_roles",
+    (
+        _LAYER,
+        Column("head", "int", "Head with the sink, counted from 0"),
+        Column("role", "str", "dormant or active on both kinds of text, depends on the kind, or undecided"),
+        *(
+            Column(name, "float", f"{what} on {kind}, over what the heads of the model are worth on average")
+            for kind in ("text", "code")
+            for name, what in (
+                (kind, "Rise of the loss without the head, to first order,"),
+                (f"{kind}_low", "Lower end of its interval"),
+                (f"{kind}_high", "Upper end of its interval"),
+            )
+        ),
+    ),
+)
+
 STUDY_TABLES = (
     CLAIMS,
+    TEXT_CLAIMS,
+    TEXT_LOSSES,
+    HEAD_ROLES,
     RATES,
     EFFECTS,
     FACTORIAL,

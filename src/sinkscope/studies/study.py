@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -46,17 +47,21 @@ from sinkscope.studies.controls import (
 from sinkscope.studies.fresh import fresh_deviation
 from sinkscope.studies.judging import CAUSAL, Claim, ClaimNumbers, Empty, Judgement, judge
 from sinkscope.studies.link_values import read_link_values
-from sinkscope.studies.mechanism import mechanism_of, rules
+from sinkscope.studies.mechanism import decisive_claims, mechanism_of, rules
 from sinkscope.studies.minimal_set import find_minimal_set, find_writers
+from sinkscope.studies.purpose import Purpose, read_purpose
 from sinkscope.studies.schemas import STUDY_TABLES
 from sinkscope.studies.study_data import StudyData
-from sinkscope.studies.tables import study_tables
+from sinkscope.studies.tables import study_tables, text_tables
+from sinkscope.studies.texts import CODE, PROSE, text_batches
 from sinkscope.tracing.receipt import Receipt, described
 from sinkscope.tracing.replay import Replay
 from sinkscope.tracing.single_reader import evaluation_mode
 from sinkscope.tracing.trace import Trace, trace
 
 NUM_CHOOSING = 32
+MOST_OF_SHIPPED = 64
+"""Most judging sequences that the shipped text is cut into."""
 NO_SINK = "there is no sink to explain"
 UNPLANNED = "the choosing sequences, on which interventions are planned, show no sink"
 
@@ -71,6 +76,10 @@ class Study(Result):
     """Of the baseline on the judging sequences."""
     data: StudyData
     judgements: list[Judgement]
+    on_text: Study | None = None
+    """The decisive claims on text, where the others are judged on random tokens."""
+    purpose: Purpose | None = None
+    """What the sink is for, on text."""
 
     @property
     def plan(self) -> Plan:
@@ -97,7 +106,9 @@ class Study(Result):
     @cached_property
     def tables(self) -> dict[str, Mapping]:
         """Columns by table, those of the trace too."""
-        return {**self.trace.tables, **study_tables(self.trace, self.data, self.judgements)}
+        studied = study_tables(self.trace, self.data, self.judgements)
+        on_text = text_tables(self.on_text.judgements if self.on_text else [], self.purpose)
+        return {**self.trace.tables, **studied, **on_text}
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
@@ -105,18 +116,6 @@ class Study(Result):
 
     @cached_property
     def summary(self) -> dict:
-        claims = [
-            {
-                "id": j.id,
-                "verdict": j.verdict,
-                "effect": j.effect,
-                "low": j.low,
-                "high": j.high,
-                "control": j.control,
-                "n": j.n,
-            }
-            for j in self.judgements
-        ]
         return {
             **self.trace.summary,
             **described(self.receipt),
@@ -125,11 +124,22 @@ class Study(Result):
             "cause": cause(self.judgements, self.data) if self.judgements[0].verdict == "holds" else None,
             "rules": rules(),
             "counts": self.counts,
-            "claims": claims,
+            "claims": _listed_claims(self.judgements),
+            "text": self.on_text and self.on_text.as_kind_of_tokens(),
+            "purpose": self.purpose and self.purpose.summary(),
             "minimal_set": _listed(self.minimal_set),
             "sink_without_minimal_set": self.went if self.minimal_set else None,
             "writers": _listed(self.writers),
             "sink_without_writers": self.went if self.writers else None,
+        }
+
+    def as_kind_of_tokens(self) -> dict:
+        """What the summary says of the claims on another kind of tokens."""
+        return {
+            "tokens": self.trace.summary["tokens"],
+            "source": self.trace.recording.batch.source,
+            "mechanism": self.mechanism,
+            "claims": _listed_claims(self.judgements),
         }
 
     @cached_property
@@ -159,7 +169,19 @@ class Study(Result):
             text = f"There is no sink to explain: {strongest}, is a sink for {rate:.1%} of heads ({compared})."
         else:
             text = answer(self.judgements, self.data, self.went)
-        return text + self.trace.beginnings
+        more = [] if self.on_text is None else [self._compared_with(self.on_text)]
+        more += [] if self.purpose is None else [self.purpose.in_words()]
+        return " ".join(filter(None, [text, *more])) + self.trace.beginnings
+
+    def _compared_with(self, text: Study) -> str:
+        """What text says of the mechanism, beside random tokens."""
+        if text.mechanism == self.mechanism:
+            return "Text says the same."
+        sink = text.judgements[0]
+        if sink.verdict == "holds":
+            return f"On text it is told otherwise. {cause(text.judgements, text.data)}"
+        rate = f"position {text.plan.sink} is the strongest, a sink for {sink.effect or 0.0:.1%} of heads"
+        return f"On text it is told otherwise: there {rate}."
 
     @property
     def mechanism(self) -> str:
@@ -193,6 +215,7 @@ def study(
     length: int = 64,
     num_sequences: int = 32,
     seed: int = 0,
+    text: str | Path | None = None,
     parts: Parts | None = None,
     progress: Progress | None = None,
 ) -> Study:
@@ -201,7 +224,8 @@ def study(
         sinkscope.study("reference:softmax").report("study.html")
 
     Claims are judged on `num_sequences` sequences of `length` tokens, as `token_batch` makes them; 96 others choose
-    what is tested and calibrate it. `parts` keeps finished conditions for a run that is interrupted.
+    what is tested and calibrate it. Beside random tokens the claims that decide the mechanism are judged on text too,
+    of the file `text` or one that ships with the package. `parts` keeps finished conditions for an interrupted run.
     """
     loaded = load(model)
     check_study(length, num_sequences)
@@ -222,8 +246,39 @@ def study(
         least=(STUDY_LENGTH, STUDY_SEQUENCES),
     )
     judging, choosing, calibration = (replace(whole, ids=ids) for ids in whole.ids.split([num_sequences, *others]))
+    parts = parts or Parts(None, {})
+    batches = None
+    if whole.kind == "random" and loaded.tokenizer is not None:
+        batches = _text_batches(loaded, text, bos=bos, length=length, num_sequences=num_sequences)
+    elif text is not None:
+        raise InputError("`text` is read beside random tokens, by a model with a tokenizer. Give tokens='text:FILE'.")
     with evaluation_mode(loaded.model):
-        return _Run(loaded, judging, choosing, calibration, parts or Parts(None, {}), progress).study()
+        result = _Run(loaded, judging, choosing, calibration, parts, progress).study()
+        if batches is None:
+            return result
+        (judging, choosing, calibration), code = batches
+        on_text = _Run(loaded, judging, choosing, calibration, parts.within("text"), progress, beside=result).study()
+        purpose = None
+        if on_text.judgements[0].verdict == "holds":
+            kinds = {"text": (judging, calibration), "code": code}
+            purpose = read_purpose(loaded, on_text.data, kinds, parts)
+        return replace(result, on_text=on_text, purpose=purpose)
+
+
+def _text_batches(
+    loaded: LoadedModel, text: str | Path | None, *, bos: bool | None, length: int, num_sequences: int
+) -> tuple[list[TokenBatch], tuple[TokenBatch, TokenBatch]]:
+    """(judging, choosing and calibration set of a text, judging and calibration set of code)."""
+    count = num_sequences if text else min(num_sequences, MOST_OF_SHIPPED)
+    sets = text_batches(loaded, text or PROSE, bos=bos, length=length, counts=(count, NUM_CHOOSING, MIN_CALIBRATION))
+    count = min(num_sequences, NUM_CHOOSING)
+    judging, calibration = text_batches(loaded, CODE, bos=bos, length=length, counts=(count, STUDY_SEQUENCES))
+    return sets, (judging, calibration)
+
+
+def _listed_claims(judgements: Sequence[Judgement]) -> list[dict]:
+    names = ("id", "verdict", "effect", "low", "high", "control", "n")
+    return [{name: getattr(judgement, name) for name in names} for judgement in judgements]
 
 
 def _listed(neurons: Sequence[Neuron]) -> list[dict]:
@@ -246,32 +301,39 @@ class _Run:
         calibration: TokenBatch,
         parts: Parts,
         progress: Progress | None,
+        beside: Study | None = None,
     ) -> None:
+        """`beside`: the study on other tokens. Then only what decides is judged, and no neurons are searched."""
+        self.beside = beside
         self.loaded, self.judging, self.choosing, self.calibration = loaded, judging, choosing, calibration
         self.parts, self.progress = parts, progress or (lambda done, total: None)
 
     def study(self) -> Study:
         chosen = trace(self.loaded, self.choosing, effective_rank=False)
         plan, has_sink = make_plan(chosen.findings), chosen.findings.strongest[1] >= MIN_SINK_RATE
-        baseline_trace = trace(self.loaded, self.judging)
+        baseline_trace = trace(self.loaded, self.judging, effective_rank=self.beside is None)
         anatomy = anatomy_of(self.loaded.model)
         activity = read_activity(anatomy, self.loaded.model, self.choosing.ids, plan)
 
         def ranked_writers() -> tuple[Neuron, ...]:
             return processes.from_first(lambda: direction_writers(activity, anatomy, plan))
 
-        ranked = () if plan.candidates else ranked_writers()
-        plan = replace(plan, candidates=plan.candidates or few_of_each_layer(ranked, anatomy))
-        minimal = find_minimal_set(self.loaded, plan, self.choosing, self.parts) if has_sink else ()
         writers: tuple[Neuron, ...] = ()
-        if has_sink and not minimal:
-            ranked = ranked or ranked_writers()
-            plan = replace(plan, writers=ranked[:MAX_NEURONS])
-            writers = find_writers(self.loaded, plan, self.choosing, self.parts)
+        if self.beside is not None and self.beside.plan.sink == plan.sink:
+            minimal, writers = self.beside.minimal_set, self.beside.writers
+        else:
+            ranked = () if plan.candidates else ranked_writers()
+            plan = replace(plan, candidates=plan.candidates or few_of_each_layer(ranked, anatomy))
+            minimal = find_minimal_set(self.loaded, plan, self.choosing, self.parts) if has_sink else ()
+            if has_sink and not minimal:
+                ranked = ranked or ranked_writers()
+                plan = replace(plan, writers=ranked[:MAX_NEURONS])
+                writers = find_writers(self.loaded, plan, self.choosing, self.parts)
         data = self._study_data(plan, activity, minimal, writers, has_sink)
+        claims = CLAIMS if self.beside is None else decisive_claims()
         numbers = [
             (claim, Empty(UNPLANNED) if claim.link == CAUSAL and not has_sink else _numbers(claim, data))
-            for claim in CLAIMS.values()
+            for claim in claims.values()
         ]
         chosen_rate = float(chosen.recording.sequence_sink_rate[:, plan.sink].max())
         judgements = judge(
@@ -282,7 +344,7 @@ class _Run:
         )
         if judgements[0].verdict != "holds":
             # The sink keeps its verdict: judged anew, alone, it could hold on a page that explains no sink.
-            nothing = [(claim, Empty(NO_SINK)) for claim in list(CLAIMS.values())[1:]]
+            nothing = [(claim, Empty(NO_SINK)) for claim in list(claims.values())[1:]]
             judgements = [judgements[0], *judge(nothing, self.judging.num_sequences)]
         return Study(loaded=self.loaded, trace=baseline_trace, data=data, judgements=judgements)
 
@@ -314,7 +376,8 @@ class _Run:
         sink_varies = bool((ids_BT[:, plan.sink] != ids_BT[0, plan.sink]).any())
         conditions = ConditionRunner(self.loaded, plan, self.calibration, replay, minimal, writers, controls)
         results = self._results(conditions, sink_varies=sink_varies) if has_sink else {}
-        not_turned = self._turn_basis(plan, results) if minimal else "there is no minimal set"
+        whole = self.beside is None
+        not_turned = self._turn_basis(plan, results) if minimal and whole else "there is no minimal set"
         return StudyData(
             plan=plan,
             anatomy=anatomy,
@@ -328,7 +391,7 @@ class _Run:
             not_turned=not_turned,
             sink_varies=sink_varies,
             tokens_differ=bool((ids_BT[:, plan.sink] != ids_BT[:, -1]).any()),
-            fresh_deviation_NLBST=self._fresh_deviation(plan) if has_sink and sink_varies else None,
+            fresh_deviation_NLBST=self._fresh_deviation(plan) if has_sink and sink_varies and whole else None,
         )
 
     def _fresh_deviation(self, plan: Plan) -> np.ndarray | None:
@@ -362,7 +425,7 @@ class _Run:
     def _results(self, conditions: ConditionRunner, *, sink_varies: bool) -> dict[Condition, ConditionResult]:
         """Under torchrun each process runs its share of the conditions."""
         finished = []
-        every = conditions.all(sink_varies=sink_varies)
+        every = conditions.all(sink_varies=sink_varies) if self.beside is None else conditions.decisive()
         own_share = processes.share(every)
         # Over a large vocabulary the loss costs more than all layers: other targets, and cells of the factorial, go
         # without.

@@ -24,12 +24,14 @@ from sinkscope.studies.conditions import (
     Condition,
 )
 from sinkscope.studies.judging import HALF, RISE, Judgement, mediated, second_over_first
+from sinkscope.studies.purpose import Purpose
 from sinkscope.studies.schemas import (
     ATTENTION_ROWS,
     BACK_UP,
     CLAIMS,
     EFFECTS,
     FACTORIAL,
+    HEAD_ROLES,
     HISTOGRAMS,
     MANIPULATION,
     MEDIATION,
@@ -40,6 +42,8 @@ from sinkscope.studies.schemas import (
     RANDOM_SETS,
     RATES,
     SINGLE_LAYERS,
+    TEXT_CLAIMS,
+    TEXT_LOSSES,
 )
 from sinkscope.studies.study_data import StudyData
 from sinkscope.tracing.trace import Trace
@@ -81,6 +85,23 @@ def study_tables(trace: Trace, study: StudyData, judgements: Sequence[Judgement]
         OUTPUT_ENERGY: _output_energy(study),
     }
     return {"tokens": _tokens(trace)} | {schema.name: schema.from_rows(list(of)) for schema, of in rows.items()}
+
+
+def text_tables(judgements: Sequence[Judgement], purpose: Purpose | None) -> dict[str, Mapping]:
+    """What was read on text, beside random tokens; empty tables where nothing was."""
+    losses, roles = [], []
+    if purpose is not None:
+        for removed, (change, low, high) in purpose.changes.items():
+            loss_B = purpose.losses[removed]
+            loss = float(loss_B.mean())
+            losses.append(dict(removed=removed, loss=loss, change=change, low=low, high=high, n=len(loss_B)))
+        for each in purpose.roles:
+            worth = {}
+            for kind, (value, low, high) in each.by_kind.items():
+                worth |= {kind: value, f"{kind}_low": low, f"{kind}_high": high}
+            roles.append(dict(layer=each.layer, head=each.head, role=each.role, **worth))
+    rows = {TEXT_CLAIMS: list(_claims(judgements)), TEXT_LOSSES: losses, HEAD_ROLES: roles}
+    return {schema.name: schema.from_rows(of) for schema, of in rows.items()}
 
 
 def _conditions(study: StudyData) -> list[tuple[str, int | None, float | None, ConditionResult]]:
