@@ -36,6 +36,7 @@ from .interventions.neurons import densify_neurons as densify_neurons
 from .interventions.neurons import transplant_neurons as transplant_neurons
 from .interventions.residual import clamp as clamp
 from .interventions.residual import set_dimensions as set_dimensions
+from .interventions.tested_trace import trace as trace
 from .models.anatomy import Neuron as Neuron
 from .models.anatomy import anatomy_of as anatomy_of
 from .models.insert_head_norm import insert_head_norm as insert_head_norm
@@ -59,6 +60,5 @@ from .tracing.findings import Findings as Findings
 from .tracing.observables import Observable as Observable
 from .tracing.recorder import Recording as Recording
 from .tracing.trace import Trace as Trace
-from .tracing.trace import trace as trace
 
 __version__: str

@@ -363,7 +363,13 @@ def test_a_sink_with_a_chain_behind_it_is_told():
     assert found.findings.focus == [10]
     assert found.findings.disparity_layers == {10: ([1], [2])}
     assert "Position 10 is a sink" in found.story
-    for words in ("appears in layer 1", "disappears in layer 2", "dimension 9", "neuron 17 of layer 1"):
+    for words in (
+        "appearing in layer 1",
+        "disappearing in layer 2",
+        "Dimension 9",
+        "Neuron 17 of layer 1",
+        "not tested",
+    ):
         assert words in found.story
     summary = found.summary
     assert (summary["birth_layers"], summary["erasure_layers"]) == ([1], [2])

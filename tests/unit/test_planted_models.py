@@ -14,8 +14,9 @@ import torch
 from planted_models import DECOYS, decoy, planted_chain, random_tokens, true_of, with_early_dimension
 from torch import Tensor
 
+import sinkscope
 from sinkscope.interventions.intervene import intervene
-from sinkscope.tracing.trace import story, trace
+from sinkscope.tracing.trace import trace
 
 Edit = Callable[[str, int, Tensor], Tensor]
 Change = Callable[[Tensor, Tensor, int], Tensor]
@@ -297,7 +298,10 @@ def test_a_weak_dimension_from_the_start_does_not_hide_the_one_that_heads_read(s
     early, later = facts.early_dimension, facts.massive_dimension
     assert [(c.layer, c.dimension) for c in findings.changes[0] if c.appears] == [(0, early), (layer, later)]
     assert [(c.layer, c.dimension) for c in findings.carried_by[0]] == [(layer, later)]
-    assert f"appears in layer {layer}, in dimension {later}, first written by neuron {neuron}" in story(findings)
+    tested = sinkscope.trace(model, ids, effective_rank=False)
+    told = f"Dimension {later} of the residual stands out there: appearing in layer {layer}. Without the"
+    assert told in tested.story
+    assert f"(layer:neuron {layer}:{neuron}" in tested.story
     # The truth, by the plain forward pass: no head needs the early dimension, and all need the later one.
     rates = [
         float(plain_forward(model, ids, *edits).rate_T[0])
@@ -312,6 +316,36 @@ def test_a_weak_dimension_from_the_start_does_not_hide_the_one_that_heads_read(s
         for layers in (None, [0])
     )
     assert by_default > 0.35 > 0.25 > short
+
+
+def test_named_neurons_have_been_removed():
+    """What is left of the sink is what the plain forward pass says; of a neuron beside the sink nothing is said."""
+    for kind, is_needed in (("chain", True), ("disparity_beside_sink", False)):
+        given = case(kind, 0)
+        tested = sinkscope.trace(given.model, given.ids, effective_rank=False)
+        (sink,), ((layer, neuron),) = tested.summary["sinks"], given.facts.super_neurons
+        if not is_needed:
+            # Its disparity stands behind heads that have the sink already: no neuron is named, and nothing is blamed.
+            assert (sink["writers"], tested.removal) == ([], None)
+            assert "only behind heads that have the sink already" in tested.story
+            continue
+        assert [(named["layer"], named["neuron"]) for named in sink["writers"]] == [(layer, neuron)]
+        edited = plain_forward(given.model, given.ids[:8], ablate(layer, [neuron])).rate_T[0]
+        assert sink["rate_without_writers"]["rate"] == pytest.approx(float(edited), abs=1e-6)
+        assert edited < 0.05
+        assert sink["rate_without_random"]["rate"] > 0.8 * sink["rate"]
+        assert tested.removal is not None
+        assert tested.removal.random[0] != tested.removal.neurons[0]
+        assert "no small set" not in tested.story
+        # Inside an intervention and with test=False nothing is tested, and the story says so.
+        for untested in (sinkscope.trace(given.model, given.ids, effective_rank=False, test=False), inside(given)):
+            assert untested.removal is None
+            assert "was not tested" in untested.story
+
+
+def inside(given: Case):
+    with sinkscope.mask_to_self(given.model, 40):
+        return sinkscope.trace(given.model, given.ids, effective_rank=False)
 
 
 def test_the_chain_reads_as_the_paper_says():

@@ -11,7 +11,7 @@ import sinkscope
 from sinkscope.models import token_batches, tokenized_text
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.tracing.sequences import Sequences, TokenSink
-from sinkscope.tracing.trace import hidden_sinks
+from sinkscope.tracing.story import hidden_sinks
 
 LONG = "The cat sat on the mat, and the dog sat on the rug. Then the cat went away, and the dog slept for a long time."
 TEXTS = [

@@ -5,7 +5,6 @@ import io
 import json
 import sys
 import unicodedata
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -25,7 +24,6 @@ from sinkscope.pages.text import (
     token_text,
     visible,
 )
-from sinkscope.tracing import cli as trace_cli
 
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 any_text = st.text(st.characters(codec=None)) | st.sampled_from(HOSTILE_TOKENS)
@@ -126,17 +124,3 @@ def test_names_on_a_terminal_neither_colour_it_nor_need_more_than_ascii(monkeypa
 def test_json_is_whole_on_a_terminal_that_knows_ascii_alone(monkeypatch):
     value = {"name": "\N{GRINNING FACE} \N{MINUS SIGN} \x1b"}
     assert json.loads(printed_in_ascii(monkeypatch, lambda: print(json.dumps(value, ensure_ascii=False)))) == value
-
-
-def test_the_neuron_that_the_story_names_is_listed_first():
-    neurons = [
-        SimpleNamespace(position=at, layer=layer, role=role, neuron=neuron)
-        for at, layer, role, neuron in [
-            (0, 28, "erases", 678),
-            (0, 11, "writes", 1229),
-            (5, 1, "writes", 2),
-            (0, 1, "writes", 83),
-        ]
-    ]
-    findings = SimpleNamespace(super_neurons=neurons, appears_in=[1, 11], focus=[0, 5])
-    assert [neuron.neuron for neuron in trace_cli._listed_neurons(findings)] == [83, 1229, 678]

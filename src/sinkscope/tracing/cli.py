@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sinkscope.models.loaded import LoadedModel
-    from sinkscope.tracing.findings import Findings
-    from sinkscope.tracing.super_neurons import SuperNeuron
     from sinkscope.tracing.trace import Trace
 
 
@@ -34,6 +32,13 @@ class TraceOptions:
             "--effective-rank/--no-effective-rank", help="Measure the effective rank, which needs a decomposition."
         ),
     ] = True
+    test: Annotated[
+        bool,
+        typer.Option(
+            "--test/--no-test",
+            help="Read at most eight sequences again, without the neurons that are named and without random ones.",
+        ),
+    ] = True
 
 
 def trace_command(
@@ -48,11 +53,11 @@ def trace_command(
     if not texts.prompt:
         check_keys(keys, tokens.length)
     path = output.path(source.model)
+    from sinkscope.interventions.tested_trace import trace
     from sinkscope.models.prompts import prompt_batch
     from sinkscope.models.token_batches import token_batch
     from sinkscope.pages import progress
     from sinkscope.results.run_folder import run_folder
-    from sinkscope.tracing.trace import trace
 
     loaded = source.load()
     if texts.prompt:
@@ -60,7 +65,7 @@ def trace_command(
     else:
         batch = token_batch(loaded, bos=texts.bos, **asdict(tokens))
     with progress.bar("forward passes") as move:
-        result = trace(loaded, batch, keys=keys, effective_rank=asked.effective_rank, progress=move)
+        result = trace(loaded, batch, keys=keys, effective_rank=asked.effective_rank, test=asked.test, progress=move)
     first_process_writes()
     with progress.working("finding sinks, dimensions and neurons"), run_folder(path, output.overwrite) as folder:
         write_config(folder, source, *([] if texts.prompt else [tokens]), texts, asked)
@@ -72,12 +77,17 @@ def trace_command(
     output.show(path, lambda: show(result, loaded, path))
 
 
+CERTAINTY = {"sink": "yes", "maybe": "maybe", "in some": "in some sequences"}
+"""How sure it is that a position is a sink, in words."""
+
+
 def show(trace: Trace, loaded: LoadedModel, path: Path) -> None:
     """Prints what a trace shows."""
     import math
 
     from sinkscope.pages.terminal import Terminal, spans
     from sinkscope.pages.text import number
+    from sinkscope.tracing.story import shared_token
 
     out, findings, recording = Terminal(soft_wrap=True), trace.findings, trace.recording
     tokens = recording.batch.describe()
@@ -90,53 +100,50 @@ def show(trace: Trace, loaded: LoadedModel, path: Path) -> None:
             f"attention by {recording.attention_path}, {recording.elapsed_s:.1f} s"
         ),
     )
+    batch = recording.batch
     if findings.sinks:
-        rows = [
-            (
-                str(s.position),
-                f"{s.rate:.1%}",
-                "" if math.isnan(s.low) else f"{s.low:.1%} to {s.high:.1%}",
-                f"{s.mean_attention:.3f}",
-                spans(s.layers),
+        rows = []
+        for sink in findings.sinks:
+            token = shared_token(batch, sink.position)
+            rows.append(
+                (
+                    str(sink.position),
+                    "" if token is None else repr(trace.token_text(token)),
+                    f"{sink.rate:.1%}",
+                    "" if math.isnan(sink.low) else f"{sink.low:.1%} to {sink.high:.1%}",
+                    CERTAINTY[sink.certainty(batch.num_sequences)],
+                    f"{len(sink.sequences)} of {batch.num_sequences}",
+                    spans(sink.layers),
+                )
             )
-            for s in findings.sinks
-        ]
-        out.table("sinks", ("position", "sink rate", "95 % interval", "mean attention", "layers"), rows)
+        columns = ("position", "token", "sink rate", "95 % interval", "a sink", "sequences", "layers")
+        out.table("sinks", columns, rows)
     if trace.token_sinks:
         rows = [
             (f"'{trace.token_text(s.id)}'", f"{s.num_sequences} of {s.num_with} with it", spans(list(s.positions)))
             for s in trace.token_sinks
         ]
         out.table("sinks within texts, by token", ("token", "texts", "positions"), rows)
-    if findings.super_neurons:
+    for role in ("writes", "erases"):
         rows = [
             (
                 str(u.layer),
                 "-" if u.expert is None else str(u.expert),
                 str(u.neuron),
                 str(u.dimension),
-                u.role,
                 number(u.write),
                 f"{u.write_share:.1%}",
                 f"{number(u.contrast)}x",
                 f"{float(u.sparsity.top_share):.1%}",
             )
-            for u in _listed_neurons(findings)
+            for u in findings.super_neurons
+            if u.position == findings.focus[0] and u.role == role
         ]
-        columns = ("layer", "expert", "neuron", "dimension", "role", "write", "share", "contrast", "top share")
-        out.table(f"super neurons at position {findings.focus[0]}", columns, rows)
+        if rows:
+            columns = ("layer", "expert", "neuron", "dimension", "write", "share", "contrast", "top share")
+            out.table(f"neurons that {role[:-1]} massive dimensions at position {findings.focus[0]}", columns, rows)
     out.say(trace.story, style="bold")
     out.say(f"Tables and summary: {path}")
-
-
-def _listed_neurons(findings: Findings) -> list[SuperNeuron]:
-    """The super neurons at the foremost position. Those that first write the disparity, which the story names, lead."""
-    appears_in = findings.appears_in
-    neurons = [neuron for neuron in findings.super_neurons if neuron.position == findings.focus[0]]
-    return sorted(
-        neurons,
-        key=lambda u: appears_in.index(u.layer) if u.layer in appears_in and u.role == "writes" else len(appears_in),
-    )
 
 
 def _length(tokens: dict) -> str:

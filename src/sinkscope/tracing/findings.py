@@ -29,6 +29,7 @@ from sinkscope.tracing.disparity import UNKNOWN, Change, Row, carrying, changes_
 from sinkscope.tracing.layer_call import rank_index
 from sinkscope.tracing.lock import read_lock
 from sinkscope.tracing.recorder import Recording
+from sinkscope.tracing.removal import NamedNeuron, named_neurons
 from sinkscope.tracing.super_neurons import MassiveAtPosition, SuperNeuron, neurons_that_move, rest_of
 
 NEEDED = frozenset(
@@ -55,6 +56,17 @@ class Sink:
     """Layers in which at least 5 % of heads and sequences count the position as a sink."""
     mean_attention: float
     """Attention received, mean over sequences, layers and heads."""
+    sequences: tuple[int, ...]
+    """The sequences in which the position is a sink, by the same rule."""
+    rate_there: float
+    """Sink rate in those alone."""
+
+    def certainty(self, num_sequences: int) -> str:
+        """`sink`; `in some` where it is one in fewer than half of the sequences, so that the mean describes neither
+        these nor the others; `maybe` where the rate's interval holds what a sink needs."""
+        if 2 * len(self.sequences) < num_sequences:
+            return "in some"
+        return "maybe" if self.low < MIN_SINK_RATE else "sink"
 
 
 @dataclass(frozen=True)
@@ -107,10 +119,13 @@ class Findings:
         received_LN = recording.reduced("received", lambda received_HS: received_HS[:, sinks_N].mean(0))
         sinks = []
         for number, index in enumerate(sinks_N.tolist()):
+            in_sequences = rates_BS[:, index] >= MIN_SINK_RATE
             sinks.append(
                 Sink(
                     position=int(recording.keys[index]),
                     rate=float(rates_BS[:, index].mean()),
+                    sequences=tuple(in_sequences.nonzero().flatten().tolist()),
+                    rate_there=float(rates_BS[in_sequences, index].mean()),
                     low=float(low[number]),
                     high=float(high[number]),
                     layers=(rate_LN[:, number] >= MIN_SINK_RATE).nonzero().flatten().tolist(),
@@ -238,6 +253,34 @@ class Findings:
             massive = {(entry.layer, entry.dimension) for entry in self.massive if entry.position == position}
             at_positions[position] = slots, massive
         return neurons_that_move(self.recording, at_positions)
+
+    @cached_property
+    def named_neurons(self) -> dict[int, tuple[list[NamedNeuron], list[NamedNeuron]]]:
+        """By the position of each sink: the neurons that write what carries it, and those that take it away; see
+        `sinkscope.tracing.removal`."""
+        return {sink.position: self._named_at(sink.position) for sink in self.sinks}
+
+    def _named_at(self, position: int) -> tuple[list[NamedNeuron], list[NamedNeuron]]:
+        recording = self.recording
+        slots = [self.slot(row - 1, position) for row in range(len(self._positions))]
+        values = recording.rows("dimension")
+
+        def value_of(dimension: int) -> Tensor:
+            known = [float("nan") if slot is None else values[row, slot, dimension] for row, slot in enumerate(slots)]
+            return torch.tensor(known)
+
+        def writes(number: int, dimension: int, least: float) -> list[tuple[int | None, int, float]]:
+            layer, slot = recording.anatomy.layers[number], slots[number + 1]
+            if slot is None or number not in recording.at_layers("neuron_written"):
+                return []
+            written_U = recording.at_layers("neuron_written")[number][slot].cpu()
+            write_U = layer.written_rows(torch.tensor([dimension])).cpu()[0] * written_U
+            large = (write_U.abs() >= least).nonzero().flatten()
+            places = layer.locate_neurons(large)
+            return [(*place, write) for place, write in zip(places, write_U[large].tolist(), strict=True)]
+
+        carry = [change for change in self.carried_by[position] if change.dimension != UNKNOWN]
+        return named_neurons(self.changes[position], carry, value_of, writes)
 
     @property
     def super_neurons(self) -> list[SuperNeuron]:

@@ -27,7 +27,16 @@ def write_page(run: Run, destination: Path) -> None:
         title(run),
         [*parts["panels"], *parts["all_maps"]],
         run.circumstances,
-        sink_columns=("sink at position", *token, "rate", "interval", "layers", "mean attention"),
+        sink_columns=(
+            "sink at position",
+            *token,
+            "rate",
+            "interval",
+            "a sink",
+            "in sequences",
+            "layers",
+            "mean attention",
+        ),
         sinks=[_sink(row, texts) for row in run.rows("sinks")],
         token_sinks=[_token_sink(sink) for sink in run.summary.get("token_sinks") or ()],
         neurons=[
@@ -70,7 +79,11 @@ def _sink(row: dict[str, Any], texts: dict[int, str]) -> tuple:
     """A row of the table of sinks, with the token where the page knows the tokens."""
     token = [texts.get(row["position"], "")] if texts else []
     ends = interval(row["low"], row["high"])
-    return row["position"], *token, row["rate"], ends, row["num_layers"], row["mean_attention"]
+    certainty = {"sink": "yes", "in some": "in some sequences"}.get(row["certainty"], "maybe")
+    return (
+        *(row["position"], *token, row["rate"], ends, certainty),
+        *(f"{row['in_sequences']} of {row['num_sequences']}", row["num_layers"], row["mean_attention"]),
+    )
 
 
 def _token_sink(sink: dict[str, Any]) -> tuple:

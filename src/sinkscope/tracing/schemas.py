@@ -56,6 +56,13 @@ SINKS = Schema(
         Column("low", "float", "Lower end of the rate's 95 % bootstrap interval over sequences", nullable=True),
         Column("high", "float", "Upper end of the rate's 95 % bootstrap interval over sequences", nullable=True),
         Column("num_sequences", "int", "How many sequences the rate is a mean over"),
+        Column("in_sequences", "int", "In how many of them the position is a sink"),
+        Column("rate_there", "float", "Sink rate in those alone", nullable=True),
+        Column(
+            "certainty",
+            "str",
+            "'sink'; 'in some' if it is one in fewer than half of the sequences; 'maybe' if the interval holds 5 %",
+        ),
         Column(
             "num_layers",
             "int",

@@ -82,11 +82,13 @@ def _rows(schema: Schema, entries: list, **columns: list) -> dict[str, list]:
 
 
 def _sinks(findings: Findings) -> dict:
-    sinks = findings.sinks
+    sinks, num_sequences = findings.sinks, findings.recording.batch.num_sequences
     return _rows(
         SINKS,
         sinks,
-        num_sequences=[findings.recording.batch.num_sequences] * len(sinks),
+        num_sequences=[num_sequences] * len(sinks),
+        in_sequences=[len(sink.sequences) for sink in sinks],
+        certainty=[sink.certainty(num_sequences) for sink in sinks],
         num_layers=[len(sink.layers) for sink in sinks],
         first_layer=[min(sink.layers, default=None) for sink in sinks],
         last_layer=[max(sink.layers, default=None) for sink in sinks],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.measures.sink_score import LATER_QUERIES, MIN_SINK_RATE
+from sinkscope.measures.sink_score import MIN_SINK_RATE
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
@@ -21,14 +21,16 @@ from sinkscope.progress import Progress
 from sinkscope.results.result import Result
 from sinkscope.results.run_folder import RunFolder
 from sinkscope.results.tables import Schema
-from sinkscope.tracing.findings import NEEDED, Findings
+from sinkscope.tracing.findings import NEEDED, Findings, Sink
 from sinkscope.tracing.observables import CHAIN, EFFECTIVE_RANK, TABLE_OF_AXES, Observable, resolved
 from sinkscope.tracing.open_interventions import check_is_object, check_one_pass
 from sinkscope.tracing.receipt import Receipt, beginnings_in_words, described, take_receipt
 from sinkscope.tracing.recorder import CHUNK_TOKENS, Recording, record
+from sinkscope.tracing.removal import NamedNeuron, Rate, Removal
 from sinkscope.tracing.schemas import TRACE_TABLES, schema_with
 from sinkscope.tracing.sequences import Sequences, TokenSink, read_sequences
 from sinkscope.tracing.single_reader import evaluation_mode
+from sinkscope.tracing.story import chosen_keys, hidden_sinks, shared_token, story
 from sinkscope.tracing.tables import recorded_tables, sequence_tables, trace_tables
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class Trace(Result):
     """What each key of each sequence receives; None if the observables for it were not recorded."""
     tokenizer: PreTrainedTokenizerBase | None = None
     receipt: Receipt | None = None
+    removal: Removal | None = None
+    """What is left of the sinks without the neurons that write them; None if that was not tested."""
 
     @cached_property
     def findings(self) -> Findings:
@@ -86,7 +90,7 @@ class Trace(Result):
     @cached_property
     def summary(self) -> dict:
         """The object written as summary.json. What is unknown or does not apply is null."""
-        summary = trace_summary(self.findings)
+        summary = trace_summary(self.findings, self.removal, self.token_text)
         if hidden := [{**asdict(sink), "text": self.token_text(sink.id)} for sink in self.token_sinks]:
             summary["token_sinks"] = hidden
         return {**summary, "story": self.story, **described(self.receipt)}
@@ -96,7 +100,7 @@ class Trace(Result):
         """What the trace shows, in a few sentences."""
         if self.has_findings:
             hidden = hidden_sinks(self.token_sinks, self.token_text)
-            return story(self.findings) + hidden + self.beginnings
+            return story(self.findings, self.token_text, self.removal) + hidden + self.beginnings
         return f"A recording of {self.recording.model_name}: {', '.join(self.recording.by_layer)}."
 
     @property
@@ -138,16 +142,8 @@ def trace(
     chunk_tokens: int = CHUNK_TOKENS,
     progress: Progress | None = None,
 ) -> Trace:
-    """The sink chain of a model on a batch of tokens, a text, a chat, a list of these, or ids. Without a batch, random
-    tokens are read, as `token_batch` draws them.
-
-        result = sinkscope.trace(model, "The cat sat on the mat.")
-        result.story, result.findings.sinks, result.table("heads")
-
-    `observables`: what to record, by name or as records of your own; all of CHAIN by default. `keys`: record attention
-    on these key positions alone. `effective_rank=False` leaves out the one number that needs a decomposition. Batches
-    of more than `chunk_tokens` tokens are run in chunks, and joining them is exact.
-    """
+    """The sink chain of a model on a batch, from one forward pass; nothing is tested. See `interventions.tested_trace`,
+    the public function, for the arguments."""
     check_is_object(model)
     loaded = load(model)
     batch = token_batch(loaded) if batch is None else as_batch(loaded, batch, with_images=True)
@@ -165,15 +161,12 @@ def trace(
         # Findings are computed when first asked for. Those that read the model's weights are computed now, so that the
         # trace stays the same if the model is changed afterwards.
         with evaluation_mode(loaded.model):
-            _ = result.findings.lock, result.findings.moving_neurons, result.findings.output_channel_norms
+            findings = result.findings
+            _ = findings.lock, findings.moving_neurons, findings.named_neurons, findings.output_channel_norms
     return result
 
 
-NUM_NAMED = 3
-"""How many tokens the sentence on hidden sinks names."""
-
-
-def trace_summary(findings: Findings) -> dict:
+def trace_summary(findings: Findings, removal: Removal | None, text_of: Callable[[int], str]) -> dict:
     """The findings as they stand in summary.json. Keys stay as they are: saved runs have them."""
     recording = findings.recording
     position, rate = findings.strongest
@@ -185,21 +178,9 @@ def trace_summary(findings: Findings) -> dict:
         "family": recording.anatomy.family.name,
         "num_layers": recording.num_layers,
         "tokens": recording.batch.describe(),
-        "keys": _chosen_keys(findings),
+        "keys": chosen_keys(findings),
         "sink_rate": rate,
-        "sinks": [
-            {
-                "position": sink.position,
-                "rate": sink.rate,
-                "low": sink.low,
-                "high": sink.high,
-                "layers": sink.layers,
-                "mean_attention": sink.mean_attention,
-                "birth_layers": findings.disparity_layers[sink.position][0],
-                "erasure_layers": findings.disparity_layers[sink.position][1],
-            }
-            for sink in findings.sinks
-        ],
+        "sinks": [_sink(findings, sink, removal, text_of) for sink in findings.sinks],
         "birth_layers": findings.appears_in,
         "erasure_layers": findings.disappears_in,
         "massive_dimensions": findings.massive_dimensions,
@@ -228,100 +209,37 @@ def trace_summary(findings: Findings) -> dict:
     }
 
 
-def story(findings: Findings) -> str:
-    """What was found, in one sentence."""
-    sinks = findings.sinks
-    position, rate = findings.strongest
-    among = ""
-    if (keys := _chosen_keys(findings)) is not None:
-        among = f" among the recorded keys ({', '.join(map(str, keys[:8]))}{', ...' if len(keys) > 8 else ''})"
-    if math.isnan(rate):
-        return _too_short(findings, among)
-    if not sinks:
-        text = f"No sink{among}: at most {rate:.1%} of heads have a sink at one position ({position})"
-        text += f", and a sink needs {100 * MIN_SINK_RATE:g} %"
-        if findings.massive_dimensions:
-            places = ", ".join(map(str, findings.focus[:5]))
-            text += f", though a few dimensions dominate at position {places}"
-        return text + "." + _cut(findings)
-    if len(sinks) == 1:
-        text = f"Position {position} is a sink for {rate:.1%} of heads{among}"
-    else:
-        named = [f"{sink.position} ({sink.rate:.1%} of heads)" for sink in sinks[:3]]
-        last = f"{len(sinks) - 3} more" if len(sinks) > 3 else named.pop()
-        text = f"Positions {', '.join(named)} and {last} are sinks{among}"
-    if not findings.massive_dimensions:
-        return text + ", with no dimension disparity behind it." + _cut(findings)
-    carried_by = {change.dimension for change in findings.carried_by[position]}
-    dimensions = [dimension for dimension in findings.massive_dimensions if dimension in carried_by]
-    if not dimensions:
-        number = ", ".join(map(str, findings.massive_dimensions[:3]))
-        return (
-            f"{text}; dimensions stand out there ({number}), but only behind heads that have the sink already."
-            + _cut(findings)
-        )
-    appears_in = ["the embeddings" if layer < 0 else f"layer {layer}" for layer in findings.appears_in]
-    text += f"; disparity appears in {' and '.join(appears_in)}"
-    disappears_in = [f"layer {layer}" for layer in findings.disappears_in]
-    text += f", disappears in {' and '.join(disappears_in)}" if disappears_in else ""
-    named = ", ".join(map(str, dimensions[:3]))
-    text += f", in dimension {named}" if len(dimensions) == 1 else f", mostly in dimensions {named}"
-    writers = [
-        neuron
-        for neuron in findings.super_neurons
-        if neuron.role == "writes" and neuron.position == position and neuron.dimension in dimensions
-    ]
-    # A later layer may write more without the sink needing it, so the neuron that first wrote the disparity is named.
-    first = [neuron for layer in findings.appears_in for neuron in writers if neuron.layer == layer]
-    if writers:
-        neuron = (first or writers)[0]
-        expert = "" if neuron.expert is None else f", expert {neuron.expert}"
-        share = f"{neuron.write_share:.0%} of that layer's write"
-        verb = "first written" if first else "mostly written"
-        text += f", {verb} by neuron {neuron.neuron} of layer {neuron.layer}{expert} ({share})"
-    return text + "." + _cut(findings)
+def _sink(findings: Findings, sink: Sink, removal: Removal | None, text_of: Callable[[int], str]) -> dict:
+    """A sink as it stands in summary.json."""
+    batch, position = findings.recording.batch, sink.position
+    appears_in, disappears_in = findings.disparity_layers[position]
+    token = shared_token(batch, position)
+    return {
+        "position": position,
+        "token": None if token is None else text_of(token),
+        "rate": sink.rate,
+        "low": sink.low,
+        "high": sink.high,
+        "certainty": sink.certainty(batch.num_sequences),
+        "num_sequences": len(sink.sequences),
+        "rate_in_these": sink.rate_there,
+        "layers": sink.layers,
+        "mean_attention": sink.mean_attention,
+        "birth_layers": appears_in,
+        "erasure_layers": disappears_in,
+        "writers": _neurons(findings.named_neurons[position][0]),
+        "erasers": _neurons(findings.named_neurons[position][1]),
+        "rate_without_writers": None if removal is None else _interval(removal.without_neurons[position]),
+        "rate_without_random": None if removal is None else _interval(removal.without_random[position]),
+    }
 
 
-def hidden_sinks(sinks: Sequence[TokenSink], text_of: Callable[[int], str]) -> str:
-    """A sentence on tokens that are sinks within some texts but not on average by position; empty without any."""
-    if not sinks:
-        return ""
-    named = []
-    for sink in sinks[:NUM_NAMED]:
-        first, last = sink.positions[0], sink.positions[-1]
-        where = f"position {first}" if first == last else f"positions {first} to {last}"
-        of = f"{sink.num_sequences} of the {sink.num_with} texts with it" if sink.num_with > 1 else "the text with it"
-        named.append(f"'{text_of(sink.id)}' in {of} ({where})")
-    more = f" and {len(sinks) - NUM_NAMED} more" if len(sinks) > NUM_NAMED else ""
-    return f" Within the texts there are sinks that the mean by position hides: {', '.join(named)}{more}."
+def _interval(rate: Rate) -> dict[str, float | None]:
+    return {name: None if math.isnan(value) else value for name, value in rate._asdict().items()}
 
 
-def _too_short(findings: Findings, among: str) -> str:
-    """The story of sequences so short that no key has the later queries that a sink needs."""
-    recording = findings.recording
-    received_S = recording["received"].mean((0, 1))
-    is_last_S = recording.keys == recording.batch.length - 1  # it has no query but its own
-    key = int(received_S.masked_fill(is_last_S, -1).argmax())
-    share = f"{float(received_S[key]):.2f} of each query's on average"
-    return (
-        f"Sinks are not judged: a key needs {LATER_QUERIES} later queries, and there are {recording.batch.length} "
-        f"tokens. Position {int(recording.keys[key])} receives the most attention{among}, {share}."
-        f"{_cut(findings)}"
-    )
-
-
-def _cut(findings: Findings) -> str:
-    """A sentence saying that only the beginnings of texts of unequal length are read by position; else empty."""
-    batch = findings.recording.batch
-    if not batch.whole:
-        return ""
-    return f" By position, the first {batch.length} tokens of each text are read, as many as the shortest has."
-
-
-def _chosen_keys(findings: Findings) -> list[int] | None:
-    """The recorded keys; None if all were."""
-    keys = findings.recording.keys.tolist()
-    return keys if len(keys) < findings.recording.batch.length else None
+def _neurons(neurons: Sequence[NamedNeuron]) -> list[dict]:
+    return [asdict(neuron) for neuron in neurons]
 
 
 def _list(values: Tensor | None) -> list | None:
