@@ -29,7 +29,7 @@ FOUND = {
     *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "glm", "granite", "nemotron"),
     *("olmo", "olmoe", "persimmon", "phi", "seed_oss", "starcoder2"),
     *("aria_text", "deepseek_v2", "ernie4_5_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared"),
-    *("hunyuan_v1_moe", "llama4_text", "minimax_m2", "minimax_m3_vl_text", "phimoe", "qwen2_moe"),
+    *("dots1", "hunyuan_v1_moe", "llama4_text", "minimax_m2", "minimax_m3_vl_text", "phimoe", "qwen2_moe"),
 }
 """Those that must be found, whatever else is."""
 REFUSED = {
@@ -40,6 +40,8 @@ REFUSED = {
     "jamba": "no attention over all keys",
     "falcon_h1": "is not what enters it plus what attention and feed-forward give",
     "jetmoe": "no linear layer follows attention",
+    "dbrx": "no feed-forward was found",
+    "longcat_flash": "has no list of 4 blocks",
     "deepseek_v4": "is no state of [2, 8] tokens",
     "diffllama": "attention is computed 2 times",
     "bert": "no linear layer follows attention",
@@ -75,6 +77,16 @@ OVERRIDES = {
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "granitemoehybrid": dict(mamba_n_heads=8, mamba_d_state=8),
     "bamba": dict(mamba_n_heads=8, mamba_d_state=8),
+    "dots1": dict(n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1),
+    "dbrx": dict(
+        attn_config=dict(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8.0),
+        ffn_config=dict(ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2),
+    ),
+    "longcat_flash": dict(
+        **dict(num_layers=2, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16),
+        **dict(v_head_dim=16, head_dim=8, num_key_value_heads=4, ffn_hidden_size=40, expert_ffn_hidden_size=24),
+        **dict(moe_topk=2, zero_expert_num=2),
+    ),
 }
 WEIGHTS_WITHOUT_SINK = {"granite_swa", "granitemoe_swa"}
 """Their eager attention leaves out of the weights it returns what goes to the learned sink."""
