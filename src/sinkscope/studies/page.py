@@ -240,7 +240,7 @@ def writers(run: Run) -> str:
     text = f"The minimal set has {len(minimal_set)} {neurons}, as layer:neuron (share of the layer's write): {names}."
     roles: dict[str, list[str]] = defaultdict(list)
     for neuron in minimal_set:
-        if neuron["role"]:
+        if neuron.get("role"):
             roles[neuron["role"]].append(neuron_name(neuron))
     if len(minimal_set) == 1 or not roles:
         return text
