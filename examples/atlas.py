@@ -63,7 +63,7 @@ ATLAS = Schema(
         Column("remedy", "str", "What recovers most of the damage of 8-bit activations, with its share"),
     ),
 )
-SCHEME = "activations-8-static"
+SCHEME = "W8A8_STATIC"
 Options = dict[str, Scalar]
 
 
@@ -180,7 +180,10 @@ def commands(entry: Entry, out: Path) -> Iterator[list[str]]:
     for command, asked in (("study", entry.study), ("audit", entry.audit)):
         folder = out / entry.name / command
         if asked is not None and not (folder / "summary.json").is_file():
-            options = [part for key, value in {**entry.options, **asked}.items() for part in _option(key, value)]
+            tried = {"schemes": SCHEME} if command == "audit" else {}
+            options = [
+                part for key, value in {**entry.options, **tried, **asked}.items() for part in _option(key, value)
+            ]
             yield [command, entry.model, "--out", str(folder), *options]
 
 

@@ -16,7 +16,9 @@ from sinkscope.arguments import STUDY_SEQUENCES
 
 SMALL: dict[str, Any] = dict(num_sequences=STUDY_SEQUENCES, length=32)
 HELD_OUT: dict[str, Any] = dict(num_sequences=6, length=64)
-SCHEMES = ("activations-8-static", "activations-8-dynamic", "weights-4-channel", "cache-8", "cache-4", "window")
+SCHEMES: dict[str, Any] = dict(
+    schemes=("W8A8_STATIC", "W8A8_TENSOR", "NVFP4"), caches=("fp8", "kivi-4", "window", "window-with-sinks")
+)
 SENTENCE = "The cat sat on the mat, and the dog lay on the rug, until it was dark."
 INTERVENTIONS: dict[str, dict[str, Any]] = {
     "masks": {"mask_to_self": 10, "block": "12:0-4"},
@@ -73,11 +75,11 @@ def sharp_chain() -> Any:
 
 @cache
 def audited() -> sinkscope.AuditResult:
-    return sinkscope.audit(sharp_chain(), schemes=SCHEMES, **HELD_OUT)
+    return sinkscope.audit(sharp_chain(), **SCHEMES, **HELD_OUT)
 
 
 def audited_without_sink() -> sinkscope.AuditResult:
-    """All schemes, of a model that has no sink."""
+    """The usual schemes, of a model that has no sink."""
     return sinkscope.audit(tiny_model("llama", scale=3.0), **HELD_OUT)
 
 

@@ -2,7 +2,7 @@
 
     python lab/experiments/downstream.py runs/softmax/model runs/head_norm/model --data tokens --out downstream.json
 
-The schemes are those of `sinkscope.audits.schemes`. Sixteen bits are the control, which must change next to nothing.
+The schemes are those of `sinkscope.audits.schemes`. 24 bits are the control, which must change next to nothing.
 Streaming: a query sees the last W keys; the first S and the last W - S; or, the control, S early ones that are not the
 first. Positions stay as they are. The loss is that of late tokens, after the window has begun to drop keys.
 Each perplexity stands beside its change from the same tokens without it, with a 95 % interval over texts; and that of
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from sinkscope.atomic import whole_file
 from sinkscope.audits.damage import losses, scheme_losses
-from sinkscope.audits.schemes import GROUP, SCHEMES, Scheme
+from sinkscope.audits.schemes import Scheme, cache_scheme, linear_scheme
 from sinkscope.errors import InputError
 from sinkscope.models.given_ids import given_batch
 from sinkscope.models.loading import LoadedModel, load
@@ -85,15 +85,15 @@ def all_conditions(options: argparse.Namespace) -> dict[str, Condition]:
             f"--first {first}, --window {window} and --length {length} do not fit: it must be 0 < first < "
             "window, with tokens after the window. Give a shorter --window."
         )
+    by_tensor, four_bits = linear_scheme("W8A8_TENSOR"), linear_scheme("NVFP4A16")
     rounded = {
-        "16-bit activations, per tensor (control)": SCHEMES["activations-8-dynamic"].control(),
-        "8-bit activations, per tensor": SCHEMES["activations-8-dynamic"],
-        "8-bit activations, per token": SCHEMES["activations-8-token"],
-        "16-bit weights, per channel (control)": SCHEMES["weights-4-channel"].control(),
-        "4-bit weights, per channel": SCHEMES["weights-4-channel"],
-        f"4-bit weights, groups of {GROUP}": SCHEMES["weights-4-group"],
+        "24 bits, per tensor (control)": by_tensor.control(),
+        "8 bits, per tensor": by_tensor,
+        "8 bits, per token": linear_scheme("W8A8"),
+        "24-bit weights, groups of 16 (control)": four_bits.control(),
+        "4-bit weights, groups of 16": four_bits,
     }
-    cut = replace(SCHEMES["window"], window=window)
+    cut = replace(cache_scheme("window"), window=window)
     later, rest = range(first, 2 * first), window - first
     return {
         "as it is": Condition(),

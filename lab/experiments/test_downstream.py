@@ -60,9 +60,9 @@ def test_the_script_prints_a_table_and_writes_it(tmp_path, monkeypatch, capsys):
     downstream.main()
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert not list(tmp_path.glob(".*"))
-    assert len(rows) == 12
-    assert capsys.readouterr().out.count("\n") == 14
-    controls = [row for row in rows if row["condition"].startswith(("16-bit", "window of 64", "as it is", "late"))]
+    assert len(rows) == 11
+    assert capsys.readouterr().out.count("\n") == 13
+    controls = [row for row in rows if row["condition"].startswith(("24", "window of 64", "as it is", "late"))]
     assert len(controls) == 5
     for row in controls:
         assert row["perplexity_factor"] == pytest.approx(1, abs=1e-3)

@@ -163,9 +163,11 @@ def check_bias(*, seeds: int, length: int, num_sequences: int, seed: int) -> Non
     check_seed(seed, count=2 * seeds)  # of each model's sequences, and of its calibration
 
 
-def check_audit(*, length: int | None, num_sequences: int, seed: int) -> None:
+def check_audit(*, length: int | None, num_sequences: int, seed: int, budget: float = 0) -> None:
     """Refuses texts without room for a window of a quarter, and too few for an interval; a length of None is chosen
     when the model is known."""
+    if not 0 <= budget <= 16:
+        raise InputError(f"`budget` must be from 0 to 16 bits a weight, not {budget}.")
     length = AUDIT_LENGTH if length is None else length
     check_sizes(length=length, num_sequences=num_sequences, least_length=AUDIT_LENGTH, least_sequences=AUDIT_SEQUENCES)
     check_seed(seed)

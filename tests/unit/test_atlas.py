@@ -21,10 +21,10 @@ models:
   - reference:softmax
 """
 AUDITED = {
-    "schemes": {"activations-8-static": {"measured": 0.8}},
+    "schemes": {"W8A8_STATIC": {"measured": 0.8}},
     "advice": [
-        {"scheme": "activations-8-static", "remedy": "rotate", "share_won_back": 0.2},
-        {"scheme": "activations-8-static", "remedy": "prefix", "share_won_back": 0.9},
+        {"scheme": "W8A8_STATIC", "remedy": "rotate", "share_won_back": 0.2},
+        {"scheme": "W8A8_STATIC", "remedy": "prefix", "share_won_back": 0.9},
         {"scheme": "window", "remedy": "keep tokens", "share_won_back": 1.0},
     ],
 }

@@ -15,18 +15,19 @@ from torch.nn.functional import cross_entropy
 import sinkscope
 from sinkscope.audits import static_scales
 from sinkscope.audits.damage import losses, scheme_losses
+from sinkscope.audits.formats import rounded_input
 from sinkscope.audits.gradients import read_gradients
 from sinkscope.audits.remedy_result import card
-from sinkscope.audits.schemes import linear_layers, quantised
+from sinkscope.audits.schemes import linear_layers, linear_scheme
 from sinkscope.audits.static_scales import (
     SHARES,
-    STATIC,
     better_ranges,
     least_damage_ranges,
     least_error_ranges,
 )
 from sinkscope.results.run_folder import run_folder
 
+STATIC = linear_scheme("W8A8_STATIC")
 LOUD = "model.layers.1.mlp.down_proj"
 
 
@@ -61,7 +62,7 @@ def test_the_least_predicted_damage_by_its_definition(ids_NT):
     largest[name] = max(float(x.detach().abs().max()) for x in kept)
     for x in kept:
         for number, share in enumerate(SHARES):
-            noise = quantised(x.detach(), 8, share * largest[name]) - x.detach()
+            noise = rounded_input(STATIC.groups[0].input_activations, x.detach(), share * largest[name]) - x.detach()
             found[number] += float((x.grad * noise).sum(-1).double().square().sum())
     expected = largest[name] * SHARES[int(found.argmin())]
     assert least_damage_ranges(model, ids_NT, largest)[name] == pytest.approx(expected)
@@ -78,15 +79,15 @@ def test_texts_after_a_prefix_are_those_after_its_tokens():
     prefix = sinkscope.audits.prefix.SinkPrefix(ids=tuple(head), layers=layers, fired=(1, 0), config=model.config)
     whole_NT = torch.cat([torch.tensor(head).expand(3, -1), ids_NT], 1)
     after, whole = {}, {}
-    read_gradients(model, ids_NT, lambda *read: after.update({read[:2]: read[2:]}), prefix=prefix.cache)
-    read_gradients(model, whole_NT, lambda *read: whole.update({read[:2]: read[2:]}))
-    assert {text for text, _ in after} == {0, 1, 2}
+    read_gradients(model, ids_NT, lambda *read: after.update({read[1]: read[2:]}), prefix=prefix.cache)
+    read_gradients(model, whole_NT, lambda *read: whole.update({read[1]: read[2:]}))
+    assert after.keys() == linear_layers(model).keys()
     assert after.keys() == whole.keys()
     for place, (x_BTE, g_BTO) in after.items():
         assert x_BTE.shape[1] == g_BTO.shape[1] == ids_NT.shape[1]
         torch.testing.assert_close(x_BTE, whole[place][0][:, 2:], rtol=1e-3, atol=1e-3)
     alone = {}
-    read_gradients(model, ids_NT, lambda *read: alone.update({read[:2]: read[2:]}))
+    read_gradients(model, ids_NT, lambda *read: alone.update({read[1]: read[2:]}))
     differences = [float((x_BTE - alone[place][0]).detach().abs().max()) for place, (x_BTE, _) in after.items()]
     assert max(differences) > 1e-2, "the control: no prefix"
 
@@ -132,7 +133,7 @@ def test_scales_are_measured_beside_their_control_and_written(ids_NT, tmp_path):
         ("scales", False),
         ("the same changes of range in other modules", True),
     ]
-    assert told["texts that set static scales"] == [(done, 16) for done in range(17)]
+    assert told["texts that set static scales"] == [(0, 16), (16, 16)]
     left, better, other = (
         np.abs(entry.losses[STATIC.name] - found.baseline.losses["16 bits"]).mean() for entry in found.measurements
     )
@@ -141,7 +142,7 @@ def test_scales_are_measured_beside_their_control_and_written(ids_NT, tmp_path):
         found.write(folder)
     written = json.loads((tmp_path / "out" / "static_scales.json").read_text(encoding="utf-8"))
     _, ranges = better_ranges(model, ids_NT[:16])
-    assert written["scales"][LOUD] * 127 == pytest.approx(ranges[LOUD])
+    assert written["scales"][LOUD] * 127.5 == pytest.approx(ranges[LOUD])
     assert written["scales"].keys() == linear_layers(model).keys()
     assert "static_scales.json" in card(found)
 

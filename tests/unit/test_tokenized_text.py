@@ -271,7 +271,7 @@ class TestBeginnings:
         def stories(bos):
             loaded = loaded_like("llama")
             yield sinkscope.study(loaded, tokens=f"text:{named}", bos=bos, length=32, num_sequences=16).story
-            yield sinkscope.audit(loaded, named, bos=bos, schemes=["activations-8-dynamic"], **sizes).story
+            yield sinkscope.audit(loaded, named, bos=bos, schemes=["W8A8_TENSOR"], **sizes).story
             yield sinkscope.remedy(loaded, named, bos=bos, unplug=True, **sizes).story
             yield LiveModel(loaded, "loaded", bos=bos).view(TabState.of(asked, 1))["story"]
 

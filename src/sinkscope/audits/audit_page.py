@@ -1,15 +1,15 @@
-"""The page of a run of `sinkscope audit`: what each scheme costs, where, what helps, and the sink tokens."""
+"""The page of a run of `sinkscope audit`: what to do with each scheme, what it costs and where, and the sink tokens."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sinkscope.audits.schemes import SCHEMES, scheme_in_words
+from sinkscope.audits.schemas import CONTROL_FAILS
 from sinkscope.audits.texts import held_out_in_words
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure, axis, categories, heat_map, level, levels, line, log_axis
@@ -18,7 +18,7 @@ from sinkscope.results.run import Run
 from sinkscope.results.tables import rows_where
 
 Table = Mapping[str, list]
-LOOKS = {"activations": 0, "weights": 1, "cache": 2, "window": 3}
+LOOKS = {"linear": 0, "cache": 1, "window": 2}
 """The colour of each kind of scheme."""
 NUM_TOKENS = 20
 """How many different sink tokens are listed."""
@@ -35,7 +35,7 @@ def write_page(run: Run, destination: Path) -> None:
     )
     page_figures = figures(run)
     by_id = {figure.id: figure for figure in page_figures}
-    remedies, scatter = by_id.get("remedies"), by_id["scatter"]
+    remedies, curve, scatter = by_id.get("remedies"), by_id.get("curve"), by_id["scatter"]
     # What helps, the largest effect first, and then what does not.
     trials = sorted(rows_where(tables["remedies"]), key=lambda row: (not row["holds"], -row["won"]))
     html.write_page(
@@ -45,13 +45,15 @@ def write_page(run: Run, destination: Path) -> None:
         page_figures,
         circumstances,
         summary=summary,
+        decisions=_decisions(tables["decisions"]),
         schemes=_schemes(tables["damages"]),
-        no_advice=_no_advice(summary, has_trials=bool(trials)),
-        advice=_advice(trials),
-        what=[(row["remedy"], scheme_in_words(row["scheme"]), row["what"]) for row in trials],
+        advice=_advice(row for row in trials if row["is_loaded"]),
+        experiments=_advice(row for row in trials if not row["is_loaded"]),
+        what=[(row["remedy"], row["scheme"], row["what"]) for row in trials],
         remedies=remedies,
+        curve=curve,
         worst_modules=_worst_modules(tables["damages"]),
-        maps=[figure for figure in page_figures if figure not in (remedies, scatter)],
+        maps=[figure for figure in page_figures if figure not in (remedies, curve, scatter)],
         scatter=scatter,
         command=run.command,
         **_sinks(tables["sink_tokens"]),
@@ -61,8 +63,8 @@ def write_page(run: Run, destination: Path) -> None:
 def figures(run: Run) -> list[Figure]:
     """The figures of the page: what is left of the damage, prediction against measurement, maps of modules."""
     figures = [_scatter(run.tables["damages"], run.summary), *_maps(run.tables)]
-    remedies = _remedies(run.tables["remedies"])
-    return figures if remedies is None else [remedies, *figures]
+    first = [_remedies(run.tables["remedies"]), _curve(run.tables["curve"])]
+    return [*(figure for figure in first if figure is not None), *figures]
 
 
 def _two_digits(value: float | None) -> str:
@@ -75,29 +77,45 @@ def _measured(row: Mapping[str, Any], name: str = "measured") -> tuple[float, st
     return row[name], interval(row[f"{name}_low"], row[f"{name}_high"])
 
 
-def _schemes(damages: Table) -> list[tuple]:
+def _decisions(decisions: Table) -> list[tuple]:
     return [
-        (scheme_in_words(row["scheme"]), *_measured(row), row["predicted"], row["control"])
-        for row in rows_where(damages, level="model")
+        (
+            row["scheme"],
+            row["verdict"],
+            row["bits"],
+            *_measured(row, "costs"),
+            row["repair"] or NO_VALUE,
+            *_measured(row, "left"),
+        )
+        for row in rows_where(decisions)
     ]
 
 
-def _no_advice(summary: Mapping[str, Any], *, has_trials: bool) -> str:
-    """In two words, why nothing is advised; empty where something is."""
-    if not summary.get("why_nothing"):
-        return ""
-    if summary["nothing_needed"]:
-        return "Nothing needed"
-    return "Nothing helps" if has_trials else "Nothing to do"
+def _schemes(damages: Table) -> list[tuple]:
+    rows = []
+    for row in rows_where(damages, level="model"):
+        control = row["control"]
+        fails = abs(control) > CONTROL_FAILS
+        rows.append(
+            (
+                row["scheme"],
+                *_measured(row),
+                row["predicted"],
+                *_measured(row, "divergence"),
+                f"{row['same_top']:.1%}",
+                f"{control:+.4f}" + ", fails" * fails,
+            )
+        )
+    return rows
 
 
-def _advice(trials: Sequence[Mapping[str, Any]]) -> list[tuple]:
+def _advice(trials: Iterable[Mapping[str, Any]]) -> list[tuple]:
     """The rows of the table of remedies: whether to apply each, and what it and its control recover."""
     return [
         (
             "yes" if row["holds"] else "no",
             row["remedy"],
-            scheme_in_words(row["scheme"]),
+            row["scheme"],
             row["damage"],
             *_measured(row, "won"),
             *_measured(row, "control"),
@@ -114,7 +132,7 @@ def _remedies(remedies: Table) -> Figure | None:
         return None
     schemes = list(dict.fromkeys(row["scheme"] for row in rows))
     names = list(dict.fromkeys(row["remedy"] for row in rows))
-    labels = {scheme: plotted(scheme_in_words(scheme)) for scheme in schemes}
+    labels = {scheme: plotted(scheme) for scheme in schemes}
     damages = {row["scheme"]: row["damage"] for row in rows}
     traces = [line(list(labels.values()), [damages[s] for s in schemes], "without a remedy", 5, mode="markers")]
     for look, name in enumerate(names):
@@ -142,33 +160,53 @@ def _remedies(remedies: Table) -> Figure | None:
     )
 
 
+def _curve(curve: Table) -> Figure | None:
+    """What is left of each damage against the bits that modules in 16 bits add."""
+    rows = rows_where(curve)
+    if not rows:
+        return None
+    traces = []
+    for look, scheme in enumerate(dict.fromkeys(row["scheme"] for row in rows)):
+        of_scheme = [row for row in rows if row["scheme"] == scheme]
+        ends = {end: [row[f"left_{end}"] for row in of_scheme] for end in ("low", "high")}
+        x, y = ([row[name] for row in of_scheme] for name in ("bits", "left"))
+        traces.append(line(x, y, scheme, look, mode="lines+markers", **ends))
+    return Figure(
+        "curve",
+        "Damage against the modules that stay in 16 bits",
+        "Fused groups with the largest predicted damage for their size, one after another, up to the budget.",
+        ("curve",),
+        traces,
+        {"xaxis": axis("bits a weight, or a number of the cache"), "yaxis": axis("nats a token")},
+        ("scheme", "groups", "modules", "bits", "remains", "95 % interval"),
+        [(row["scheme"], row["num_groups"], row["num_modules"], row["bits"], *_measured(row, "left")) for row in rows],
+        height=380,
+    )
+
+
 def _worst_modules(damages: Table) -> list[tuple]:
     return [
-        (row["place"], scheme_in_words(row["scheme"]), row["predicted"], *_measured(row))
-        for row in rows_where(damages, level="module")
+        (row["place"], row["scheme"], row["predicted"], *_measured(row)) for row in rows_where(damages, level="module")
     ]
 
 
 def _maps(tables: Mapping[str, Table]) -> list[Figure]:
-    """The modules by predicted damage: of the worst scheme of activations and of weights, and of attention."""
+    """The modules by predicted damage: of the worst scheme of linear layers, and of attention."""
     predictions = rows_where(tables["predictions"])
     totals = Counter[str]()
     for row in predictions:
         totals[row["scheme"]] += row["predicted"]
     figures = []
-    for what in ("activations", "weights"):
-        worst = max((name for name, scheme in SCHEMES.items() if scheme.what == what), key=lambda name: totals[name])
-        rows = [row | {"y": row["kind"]} for row in predictions if row["scheme"] == worst]
-        words = scheme_in_words(worst)
-        figures.append(_map(f"map-{what}", f"Predicted damage by module: {words}", rows, "predicted", "predictions"))
-    rows = [
-        row | {"y": scheme_in_words(row["scheme"])}
-        for row in predictions
-        if SCHEMES[row["scheme"]].what in ("cache", "window")
-    ]
-    figures.append(
-        _map("map-attention", "Predicted damage by layer: cache and window", rows, "predicted", "predictions")
-    )
+    linear = [row for row in predictions if row["what"] == "linear"]
+    if linear:
+        worst = max({row["scheme"] for row in linear}, key=lambda name: totals[name])
+        rows = [row | {"y": row["kind"]} for row in linear if row["scheme"] == worst]
+        figures.append(_map("map-linear", f"Predicted damage by module: {worst}", rows, "predicted", "predictions"))
+    rows = [row | {"y": row["scheme"]} for row in predictions if row["what"] != "linear"]
+    if rows:
+        figures.append(
+            _map("map-attention", "Predicted damage by layer: cache and window", rows, "predicted", "predictions")
+        )
     rows = [
         row | {"y": row["kind"] if row["what"] == "inputs" else row["what"]} for row in rows_where(tables["readings"])
     ]
@@ -206,8 +244,8 @@ def _scatter(damages: Table, summary: Mapping[str, Any]) -> Figure:
     num_hidden = len(rows) - len(positive)
     traces = []
     for what, look in LOOKS.items():
-        of_kind = [row for row in positive if SCHEMES[row["scheme"]].what == what]
-        text = [plotted(f"{scheme_in_words(row['scheme'])}, {row['place']} layers") for row in of_kind]
+        of_kind = [row for row in positive if row["what"] == what]
+        text = [plotted(f"{row['scheme']}, {row['place']} layers") for row in of_kind]
         extra = {"mode": "markers", "text": text, "hovertemplate": "%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>"}
         ends = {end: [row[f"measured_{end}"] for row in of_kind] for end in ("low", "high")}
         x, y = ([row[name] for row in of_kind] for name in ("predicted", "measured"))

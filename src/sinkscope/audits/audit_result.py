@@ -1,4 +1,4 @@
-"""What `audit` gives back: what every scheme costs, its tables, its summary and its story in a few sentences."""
+"""What `audit` gives back: what every scheme costs, what to do with it, its tables, its summary and its story."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from sinkscope.audits.advice import NEGLIGIBLE, Trial, needs_remedy
-from sinkscope.audits.by_torchao import TORCHAO_SCHEMES
+from sinkscope.audits.advice import CurvePoint, Decision, Trial, decide
 from sinkscope.audits.damage import Damage
 from sinkscope.audits.evaluation import Evaluation
-from sinkscope.audits.recipe import write_recipe
-from sinkscope.audits.schemas import AUDIT_TABLES, DAMAGES, PREDICTIONS, READINGS, SINKS, TRIALS
-from sinkscope.audits.schemes import SCHEMES, layers_of, scheme_in_words
+from sinkscope.audits.recipe import ends, write_recipe
+from sinkscope.audits.schemas import (
+    AUDIT_TABLES,
+    CONTROL_FAILS,
+    CURVE,
+    DAMAGES,
+    DECISIONS,
+    PLACES,
+    PREDICTIONS,
+    READINGS,
+    SINKS,
+    TRIALS,
+    VERDICTS,
+)
+from sinkscope.audits.schemes import layers_of
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
@@ -25,9 +36,6 @@ from sinkscope.tracing.receipt import Receipt, beginnings_in_words, described
 
 NUM_AROUND = 8
 """Tokens on each side that show where a sink token stands."""
-AGREEMENT = 0.1
-"""Share of the damage by which torchao may differ: its scales are a little finer (127.5 steps, not 127), so it rounds
-other values up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +47,20 @@ class Cell:
     place: str
     """all, the group of layers, or the module's name."""
     scheme: str
+    what: str
+    """linear, cache or window."""
     predicted: float
     measured: Damage
     control: float | None = None
+    divergence: Damage | None = None
+    """KL divergence from the baseline's predictions, of the whole model."""
+    same_top: Damage | None = None
+    """Share of tokens after which both find the same one the most probable."""
+
+    @property
+    def control_fails(self) -> bool:
+        """Whether the control changed the loss, so that the rounding itself is not to be trusted."""
+        return self.control is not None and abs(self.control) > CONTROL_FAILS
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -59,14 +78,39 @@ class AuditResult(Result):
     """What every scheme costs: in the whole model, in each third of its layers, and in the worst modules."""
     trials: tuple[Trial, ...]
     """Every remedy that was measured."""
+    points: tuple[CurvePoint, ...]
+    """What is left of each damage with so many groups of modules in 16 bits."""
     not_possible: dict[str, str]
-    """Remedies that this model does not allow, with the reason."""
-    by_torchao: tuple[Damage, Damage] | None = None
-    """The damage of `TORCHAO_SCHEMES` together: (with torchao's kernels, emulated); None where it is not installed."""
+    """Schemes and remedies that this model does not allow, with the reason."""
 
     @property
     def has_sinks(self) -> bool:
         return bool(self.evaluation.is_sink.any())
+
+    @cached_property
+    def decisions(self) -> list[Decision]:
+        """What to do with each scheme: of linear layers, of the cache and windows, and in each the safe ones first,
+        those that can be repaired, and the others; of these, the fewest bits first."""
+        by_name, model = {scheme.name: scheme for scheme in self.evaluation.schemes}, self.evaluation.model
+        decisions = []
+        for cell in self.at("model"):
+            scheme = by_name[cell.scheme]
+            decisions.append(decide(scheme, cell.measured, scheme.bits(model), self.trials))
+        return sorted(
+            decisions,
+            key=lambda decision: (
+                PLACES.index(decision.what),
+                VERDICTS.index(decision.verdict),
+                round(decision.bits, 1),
+                decision.remaining.change,
+            ),
+        )
+
+    @property
+    def best(self) -> Decision | None:
+        """The cheapest scheme of linear layers that is safe, or the cheapest that can be repaired; None without one."""
+        usable = [decision for decision in self.decisions if decision.verdict in ("safe", "repair")]
+        return next((decision for decision in usable if decision.what == "linear"), None)
 
     @property
     def advice(self) -> list[Trial]:
@@ -74,26 +118,9 @@ class AuditResult(Result):
         return sorted((trial for trial in self.trials if trial.holds), key=lambda trial: -trial.recovered.change)
 
     @property
-    def broken(self) -> list[Cell]:
-        """The schemes that cost enough to need a remedy, the worst first."""
-        costly = [cell for cell in self.at("model") if needs_remedy(cell.measured)]
-        return sorted(costly, key=lambda cell: -cell.measured.change)
-
-    @property
-    def why_nothing(self) -> str | None:
-        """Why nothing is advised; None where something is."""
-        if self.advice:
-            return None
-        if not self.broken:
-            return f"no scheme clearly costs {NEGLIGIBLE:g} nats a token"
-        if not self.has_sinks:
-            return "no token of these texts is a sink, so no remedy was tried"
-        return "no remedy recovers more than its control"
-
-    @property
-    def advice_status(self) -> dict[str, Any]:
-        """Whether nothing needs to be done, and why nothing is advised, as the summary and the recipe say it."""
-        return {"nothing_needed": not self.broken, "why_nothing": self.why_nothing}
+    def failed_controls(self) -> list[Cell]:
+        """The schemes whose control changed the loss."""
+        return [cell for cell in self.at("model") if cell.control_fails]
 
     def at(self, level: str) -> list[Cell]:
         """The cells of a level: model, group or module."""
@@ -116,19 +143,9 @@ class AuditResult(Result):
         odd = [np.mean(cell.measured.by_text[1::2]) for cell in cells]
         return _correlation(even, odd)
 
-    @property
-    def torchao_says(self) -> str | None:
-        """Whether torchao agrees with the emulation, in a sentence; None where it is not installed."""
-        if self.by_torchao is None:
-            return None
-        real, emulated = (cost.change for cost in self.by_torchao)
-        agrees = "agrees" if abs(real - emulated) < max(NEGLIGIBLE, AGREEMENT * emulated) else "does not agree"
-        schemes = " with ".join(scheme_in_words(name) for name in TORCHAO_SCHEMES)
-        return f"torchao {agrees}: {schemes} cost {real:+.4f} for real, {emulated:+.4f} emulated."
-
     @cached_property
     def tables(self) -> dict[str, dict[str, list]]:
-        """Columns by table: readings, predictions, damages, remedies, sink_tokens."""
+        """Columns by table: decisions, readings, predictions, damages, remedies, curve, sink_tokens."""
         return _tables(self)
 
     @cached_property
@@ -142,7 +159,9 @@ class AuditResult(Result):
     def write(self, folder: RunFolder) -> None:
         """Writes the summary, every table and the recipe into an open run folder."""
         super().write(folder)
-        write_recipe(folder, self.loaded, self.evaluation, self.advice, self.advice_status)
+        write_recipe(folder, self.loaded, self.evaluation, self.decisions, self.trials)
+        positions = [row.nonzero().flatten().tolist() for row in self.evaluation.is_sink]
+        folder.write_json("kept_positions.json", positions)
 
 
 def _tables(audit: AuditResult) -> dict[str, dict[str, list]]:
@@ -158,17 +177,38 @@ def _tables(audit: AuditResult) -> dict[str, dict[str, list]]:
         return {"module": module, "layer": layer, "kind": module.removeprefix(prefix)}
 
     order = {name: number for number, name in enumerate(names)}
+    what = {scheme.name: scheme.what for scheme in audit.evaluation.schemes}
     prediction = audit.evaluation.prediction
     statistics = sorted(prediction.statistics.items(), key=lambda item: order[item[0][0]])
     damages = sorted(prediction.damages.items(), key=lambda item: order[item[0][0]])
     rows = {
-        READINGS: [{**place(module), "what": what, **inputs.row()} for (module, what), inputs in statistics],
-        PREDICTIONS: [{**place(module), "scheme": scheme, "predicted": value} for (module, scheme), value in damages],
-        DAMAGES: [{**vars(cell), **_ends("measured", cell.measured)} for cell in audit.cells],
+        DECISIONS: [_decision_row(decision) for decision in audit.decisions],
+        READINGS: [{**place(module), "what": part, **inputs.row()} for (module, part), inputs in statistics],
+        PREDICTIONS: [
+            {**place(module), "scheme": scheme, "what": what[scheme], "predicted": value}
+            for (module, scheme), value in damages
+        ],
+        DAMAGES: [_cell_row(cell) for cell in audit.cells],
         TRIALS: [_trial_row(trial) for trial in audit.trials],
+        CURVE: [{**vars(point), **ends("left", point.remaining)} for point in audit.points],
         SINKS: [_sink_row(audit, text, position) for text, position in audit.evaluation.is_sink.nonzero().tolist()],
     }
     return {schema.name: schema.from_rows(schema_rows) for schema, schema_rows in rows.items()}
+
+
+def _decision_row(decision: Decision) -> dict[str, Any]:
+    """A row of the table of decisions."""
+    row = vars(decision) | {"repair": None if decision.repair is None else decision.repair.remedy}
+    return row | ends("costs", decision.damage) | ends("left", decision.remaining)
+
+
+def _cell_row(cell: Cell) -> dict[str, Any]:
+    """A row of the table of damages."""
+    row = {**vars(cell), **ends("measured", cell.measured)}
+    for name in ("divergence", "same_top"):
+        value = getattr(cell, name)
+        row |= dict.fromkeys((name, f"{name}_low", f"{name}_high")) if value is None else ends(name, value)
+    return row
 
 
 def _sink_row(audit: AuditResult, text: int, position: int) -> dict[str, Any]:
@@ -186,14 +226,9 @@ def _sink_row(audit: AuditResult, text: int, position: int) -> dict[str, Any]:
 def _trial_row(trial: Trial) -> dict[str, Any]:
     """A row of the table of remedies, whose columns say `left` and `won` for what remains and what is recovered."""
     row = vars(trial) | {"damage": trial.damage.change, "holds": trial.holds}
-    row |= _ends("left", trial.remaining)
-    row |= _ends("won", trial.recovered)
-    return row | _ends("control", trial.control)
-
-
-def _ends(name: str, change: Damage) -> dict[str, float]:
-    """A change of the loss with both ends of its interval, as columns or keys of that name."""
-    return {name: change.change, f"{name}_low": change.low, f"{name}_high": change.high}
+    row |= ends("left", trial.remaining)
+    row |= ends("won", trial.recovered)
+    return row | ends("control", trial.control)
 
 
 def _summary(audit: AuditResult) -> dict[str, Any]:
@@ -207,8 +242,17 @@ def _summary(audit: AuditResult) -> dict[str, Any]:
         "tokens": audit.batch.describe() | {"source": audit.batch.source},
         "loss": float(audit.evaluation.baseline.mean()),
         "sinks_per_text": float(is_sink.sum(1).double().mean()),
+        "best": None if audit.best is None else audit.best.scheme,
+        "decisions": {decision.scheme: decision.verdict for decision in audit.decisions},
         "schemes": {
-            cell.scheme: {"predicted": cell.predicted, **_ends("measured", cell.measured), "control": cell.control}
+            cell.scheme: {
+                "predicted": cell.predicted,
+                **ends("measured", cell.measured),
+                "divergence": None if cell.divergence is None else cell.divergence.change,
+                "same_top": None if cell.same_top is None else cell.same_top.change,
+                "control": cell.control,
+                "control_fails": cell.control_fails,
+            }
             for cell in audit.at("model")
         },
         "rank_correlation": audit.rank_correlation,
@@ -216,40 +260,48 @@ def _summary(audit: AuditResult) -> dict[str, Any]:
         "repeatability": audit.repeatability,
         "advice": [
             {"remedy": trial.remedy, "scheme": trial.scheme, "what": trial.what, "share_won_back": trial.share}
-            | {"damage": trial.damage.change, **_ends("won", trial.recovered), **_ends("control", trial.control)}
+            | {"is_experiment": not trial.is_loaded, "damage": trial.damage.change}
+            | ends("won", trial.recovered)
+            | ends("left", trial.remaining)
+            | ends("control", trial.control)
             for trial in audit.advice
         ],
-        **audit.advice_status,
         "refused": audit.not_possible,
-        "torchao": audit.torchao_says,
         "story": _story(audit) + beginnings_in_words(audit.receipt, lacks_sink=not audit.has_sinks),
     }
 
 
 def _story(audit: AuditResult) -> str:
-    """What breaks, and the most useful thing to do: the three worst schemes, and the best remedy of three at most."""
-    # Without sinks a window that keeps them is the same as one that does not, and would be told twice.
-    broken = [cell for cell in audit.broken if audit.has_sinks or not SCHEMES[cell.scheme].keeps_sinks]
-    worst = "; ".join(f"{scheme_in_words(cell.scheme)} costs {cell.measured.change:.3f}" for cell in broken[:3])
-    if not audit.broken:
-        return f"{audit.loaded.name}: nothing needs to be done, since {audit.why_nothing}."
-    if not audit.has_sinks:
-        return (
-            f"{audit.loaded.name}: no token of these texts is a sink, so nothing needs to be done about sinks. Costs "
-            f"in nats a token, the worst first: {worst}."
-        )
-    lines = [f"{audit.loaded.name}, in nats a token: {worst}."]
-    best: dict[str, Trial] = {}  # of each scheme; the advice begins with the largest effect
-    for trial in audit.advice:
-        best.setdefault(trial.scheme, trial)
-    for trial in list(best.values())[:3]:
-        lines.append(
-            f"For {scheme_in_words(trial.scheme)}: {trial.remedy}, which recovers {trial.share:z.0%} of the damage "
-            f"(its control {trial.control_share:z.0%})."
-        )
-    if not audit.advice:
-        lines.append(f"Nothing helps: {audit.why_nothing}.")
-    return " ".join(lines)
+    """What cannot be decided, the cheapest scheme to use, and the others."""
+    sentences = []
+    by_verdict: dict[str, list[Decision]] = {}
+    for decision in audit.decisions:
+        by_verdict.setdefault(decision.verdict, []).append(decision)
+    if undecided := by_verdict.get("undecided"):
+        names = ", ".join(decision.scheme for decision in undecided)
+        sentences.append(f"Too few texts to decide on {names}: give more with --num-sequences.")
+    if audit.failed_controls:
+        names = ", ".join(cell.scheme for cell in audit.failed_controls)
+        sentences.append(f"Don't trust {names}: the control, which rounds to 24 bits, changed the loss.")
+    best = audit.best
+    if best is None and any(decision.what == "linear" for decision in audit.decisions):
+        sentences.append("No scheme of linear layers is safe, and none can be repaired within the budget.")
+    if best is not None:
+        how = "safe as it is" if best.repair is None else f"to be repaired: {best.repair.remedy}"
+        sentences.append(f"The cheapest for linear layers is {best.scheme}, {how}: {_costs(best)}.")
+    for verdict, word in (("safe", "Also safe"), ("repair", "To be repaired"), ("avoid", "Avoid")):
+        others = [decision for decision in by_verdict.get(verdict, ()) if decision is not best]
+        if others:
+            listed = ", ".join(f"{other.scheme} ({other.remaining.change:+.3f})" for other in others)
+            sentences.append(f"{word}: {listed}.")
+    return f"{audit.loaded.name}, in nats a token. " + " ".join(sentences)
+
+
+def _costs(decision: Decision) -> str:
+    """What is lost, with a repair and without it."""
+    left = decision.remaining
+    cost = f"{left.change:+.3f} ({left.low:+.3f} to {left.high:+.3f}) at {decision.bits:.2f} bits"
+    return cost if decision.repair is None else f"{cost}, {decision.damage.change:+.3f} without it"
 
 
 def _correlation(x: list, y: list) -> float:

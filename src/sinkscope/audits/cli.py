@@ -17,6 +17,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SchemeOptions:
+    """What is tried to make a model cheaper."""
+
+    schemes: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Scheme of compressed-tensors, such as FP8_DYNAMIC, W8A8, W4A16 or NVFP4; W8A8_STATIC; a file with a "
+            "configuration of it, or a checkpoint that has one. May be repeated. Without it and --cache, those that "
+            "are deployed most.",
+            show_default=False,
+        ),
+    ] = None
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Format of the KV cache: fp8, fp8-per-head, int8, q8_0, q4_0, kivi-8, kivi-4, nvfp4; or window, "
+            "window-with-sinks. May be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    budget: Annotated[float, typer.Option(help="Bits a weight, on average, that modules left in 16 bits may add.")] = (
+        1.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class AuditOptions:
     """The texts that a model is audited on."""
 
@@ -46,13 +72,13 @@ class AuditOptions:
             check_batch(f"text:{self.text}", length=self.length or AUDIT_LENGTH, num_sequences=self.num_sequences)
 
 
-def audit_command(texts: AuditOptions, source: ModelOptions, output: Output) -> None:
-    """Show what breaks in a model in 8 or 4 bits, and what helps.
+def audit_command(schemes: SchemeOptions, texts: AuditOptions, source: ModelOptions, output: Output) -> None:
+    """Show what a model loses in fewer bits: safe, repair or avoid.
 
-    Activations, weights and the KV cache are rounded, and a sliding window is tried. The page says which modules break,
-    and what to do about it.
+    Linear layers are rounded as engines do, and the KV cache. The page says which modules break, and the files beside
+    it leave them in 16 bits.
 
-    Example: sinkscope audit HuggingFaceTB/SmolLM2-135M --text book.txt
+    Example: sinkscope audit HuggingFaceTB/SmolLM2-135M --text book.txt --schemes FP8_DYNAMIC --schemes W4A16
     """
     path = output.path(source.model)
     from sinkscope.audits.audit import audit
@@ -60,11 +86,12 @@ def audit_command(texts: AuditOptions, source: ModelOptions, output: Output) -> 
     from sinkscope.results.run_folder import run_folder
 
     bound_memory_of(source.device)
-    named: dict[str, Any] = asdict(source) | asdict(texts)
+    named: dict[str, Any] = asdict(source) | asdict(texts) | asdict(schemes)
+    named["caches"] = named.pop("cache")
     with progress.bar("measurements") as move:
         result = audit(named.pop("model"), named.pop("text"), **named, progress=move)
     with progress.working("writing tables"), run_folder(path, output.overwrite) as folder:
-        write_config(folder, source, texts)
+        write_config(folder, source, texts, schemes)
         folder.write_json("environment.json", run_environment(result.loaded))
         result.write(folder)
         write_page(folder)
@@ -72,28 +99,37 @@ def audit_command(texts: AuditOptions, source: ModelOptions, output: Output) -> 
 
 
 def show(result: AuditResult, path: Path) -> None:
-    """Prints what each scheme costs, what to do about it, and the answer in sentences."""
-    from sinkscope.audits.schemes import scheme_in_words
+    """Prints what to do with each scheme, what it costs, and the answer in sentences."""
     from sinkscope.audits.texts import held_out_in_words
     from sinkscope.pages.terminal import NUM_SHOWN, Terminal, ends
 
     out, batch = Terminal(), result.batch
     out.say(f"{result.loaded.name}, {held_out_in_words(batch.num_sequences, batch.length, batch.source)}")
-    rows = [
-        (
-            scheme_in_words(cell.scheme),
-            f"{cell.measured.change:+.4f}",
-            ends(cell.measured.low, cell.measured.high),
-            f"{cell.predicted:.4f}",
+    rows = []
+    cells = {cell.scheme: cell for cell in result.at("model")}
+    for decision in result.decisions:
+        cell = cells[decision.scheme]
+        assert cell.divergence is not None
+        assert cell.same_top is not None
+        rows.append(
+            (
+                decision.scheme,
+                decision.verdict,
+                f"{decision.bits:.2f}",
+                f"{cell.measured.change:+.3f}",
+                f"{cell.measured.low:+.3f} to {cell.measured.high:+.3f}",
+                f"{cell.divergence.change:.3f}",
+                f"{cell.same_top.change:.0%}",
+            )
         )
-        for cell in result.at("model")
-    ]
-    columns = ("scheme", "damage", "95 % interval", "predicted")
+    columns = ("scheme", "verdict", "bits", "nats", "95 % interval", "KL", "same top")
     out.table("change of the loss, in nats a token", columns, rows, limit=len(rows))
+    for cell in result.failed_controls:
+        out.say(f"The control of {cell.scheme}, in 24 bits, changed the loss by {cell.control:+.4f}: it fails.")
     rows = [
         (
-            trial.remedy,
-            scheme_in_words(trial.scheme),
+            trial.remedy + " (experiment)" * (not trial.is_loaded),
+            trial.scheme,
             f"{trial.recovered.change:.4f} of {trial.damage.change:.4f}",
             ends(trial.recovered.low, trial.recovered.high),
             f"{trial.control.change:+.4f}",
@@ -102,15 +138,13 @@ def show(result: AuditResult, path: Path) -> None:
     ]
     if rows:
         columns = ("remedy", "scheme", "recovers", "95 % interval", "control recovers")
-        out.table("advice, the largest effect first, in nats a token", columns, rows, limit=2 * NUM_SHOWN)
+        out.table("what helps, the largest effect first, in nats a token", columns, rows, limit=2 * NUM_SHOWN)
     for name, reason in result.not_possible.items():
-        out.say(f"{name.capitalize()} is not possible here: {reason}")
+        out.say(f"{name} is not possible here: {reason}")
     out.say(
         f"Rank correlation of prediction and measurement over {len(result.at('group'))} cells: "
         f"{result.rank_correlation:.2f}. Of the measurements on one half of the texts with those on the other: "
         f"{result.repeatability:.2f}.",
     )
-    if result.torchao_says is not None:
-        out.say(result.torchao_says)
     out.say(result.story, style="bold")
     out.say_where(path)

@@ -37,6 +37,30 @@ class Damage:
     by_text: tuple[float, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A scheme beside the baseline, token by token."""
+
+    losses: np.ndarray
+    """[N, T - 1] the losses under the scheme."""
+    divergence: np.ndarray
+    """[N, T - 1] the KL divergence of the scheme's predictions from the baseline's."""
+    same_top: np.ndarray
+    """[N, T - 1] whether both find the same token the most probable."""
+
+    def after(self, start: int) -> Comparison:
+        """Without the first tokens of each text."""
+        return Comparison(
+            losses=self.losses[:, start:], divergence=self.divergence[:, start:], same_top=self.same_top[:, start:]
+        )
+
+
+def passes(ids_NT: Tensor) -> list[slice]:
+    """The texts of each pass."""
+    step = max(1, BATCH_TOKENS // ids_NT.shape[1])
+    return [slice(start, min(start + step, len(ids_NT))) for start in range(0, len(ids_NT), step)]
+
+
 def losses(
     model: Any,
     ids_NT: Tensor,
@@ -51,18 +75,52 @@ def losses(
     model = bare_model(model)
     device = model.get_input_embeddings().weight.device
     losses_of_passes = []
-    step = max(1, BATCH_TOKENS // ids_NT.shape[1])
     with torch.no_grad(), evaluation_mode(model):
-        for start in range(0, len(ids_NT), step):
-            rows = slice(start, start + step)
+        for rows in passes(ids_NT):
             ids_BT = ids_NT[rows].to(device)
             cache = {"use_cache": False} if prefix is None else {"past_key_values": prefix(len(ids_BT))}
             with contextlib.nullcontext() if around_pass is None else around_pass(rows):
                 logits = model(ids_BT, **cache).logits[:, :-1].float()
-            targets = ids_BT[:, 1:].to(logits.device)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-            losses_of_passes.append(loss.view(targets.shape).double().cpu())
+            losses_of_passes.append(_next_token_losses(logits, ids_BT))
     return torch.cat(losses_of_passes).numpy()
+
+
+def compare(
+    model: Any,
+    scheme: Scheme,
+    ids_NT: Tensor,
+    *,
+    ranges: Mapping[str, Any] | None = None,
+    keep: Tensor | None = None,
+) -> Comparison:
+    """A scheme in every module beside the baseline, which is read again: its predictions are too many to keep."""
+    model = bare_model(model)
+    device = model.get_input_embeddings().weight.device
+    losses_of_passes, divergences, same_tops = [], [], []
+    with torch.no_grad(), evaluation_mode(model):
+        for rows in passes(ids_NT):
+            ids_BT = ids_NT[rows].to(device)
+            baseline_BTV = model(ids_BT, use_cache=False).logits[:, :-1]
+            with scheme.on(model, ranges=ranges, keep=None if keep is None else keep[rows]):
+                logits_BTV = model(ids_BT, use_cache=False).logits[:, :-1]
+            losses_of_passes.append(_next_token_losses(logits_BTV, ids_BT))
+            for baseline_TV, logits_TV in zip(baseline_BTV, logits_BTV, strict=True):
+                expected_TV, rounded_TV = (x_TV.float().log_softmax(-1) for x_TV in (baseline_TV, logits_TV))
+                divergence_T = (expected_TV.exp() * (expected_TV - rounded_TV)).sum(-1)
+                divergences.append(divergence_T.double().cpu())
+                same_tops.append((expected_TV.argmax(-1) == rounded_TV.argmax(-1)).double().cpu())
+    losses_NT = torch.cat(losses_of_passes).numpy()
+    _check_finite(losses_NT, scheme)
+    return Comparison(
+        losses=losses_NT, divergence=torch.stack(divergences).numpy(), same_top=torch.stack(same_tops).numpy()
+    )
+
+
+def _next_token_losses(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
+    """[B, T - 1] in float64, on the CPU."""
+    targets = ids_BT[:, 1:].to(logits_BTV.device)
+    loss = nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), targets.flatten(), reduction="none")
+    return loss.view(targets.shape).double().cpu()
 
 
 def scheme_losses(
@@ -71,7 +129,7 @@ def scheme_losses(
     ids_NT: Tensor,
     *,
     modules: Any = None,
-    ranges: Mapping[str, float] | None = None,
+    ranges: Mapping[str, Any] | None = None,
     keep: Tensor | None = None,
     prefix: Prefix | None = None,
 ) -> np.ndarray:
@@ -90,12 +148,16 @@ def scheme_losses(
             return scheme.on(model, modules, ranges=ranges, keep=keep_NT[rows])
 
         losses_NT = losses(model, ids_NT, prefix=prefix, around_pass=scheme_on)
+    _check_finite(losses_NT, scheme)
+    return losses_NT
+
+
+def _check_finite(losses_NT: np.ndarray, scheme: Scheme) -> None:
     if not np.isfinite(losses_NT).all():
         raise InputError(
             f"Under {scheme.name} losses are NaN or infinite: a value was too large for the model's numbers. Load the "
             "model with `dtype='float32'`, or check its weights."
         )
-    return losses_NT
 
 
 def damage(losses_NT: np.ndarray, baseline_NT: np.ndarray, scheme: Scheme | None = None) -> Damage:
@@ -106,6 +168,11 @@ def damage(losses_NT: np.ndarray, baseline_NT: np.ndarray, scheme: Scheme | None
     start = 0
     if scheme is not None and scheme.what == "window":
         start = min(window_size(scheme, losses_NT.shape[1] + 1), losses_NT.shape[1] - 1)
-    change_N = (losses_NT - baseline_NT)[:, start:].mean(1)
-    low, high = bootstrap_mean_interval(change_N)
-    return Damage(change=float(change_N.mean()), low=float(low), high=float(high), by_text=tuple(change_N.tolist()))
+    return mean_over_texts((losses_NT - baseline_NT)[:, start:])
+
+
+def mean_over_texts(values_NT: np.ndarray) -> Damage:
+    """The mean, with its 95 % interval over texts."""
+    values_N = values_NT.mean(1)
+    low, high = bootstrap_mean_interval(values_N)
+    return Damage(change=float(values_N.mean()), low=float(low), high=float(high), by_text=tuple(values_N.tolist()))

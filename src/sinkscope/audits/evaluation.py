@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from sinkscope.arguments import CALIBRATION
-from sinkscope.audits.damage import Damage, Prefix, damage, losses, scheme_losses
+from sinkscope.audits.damage import Comparison, Damage, Prefix, compare, damage, losses, scheme_losses
 from sinkscope.audits.prediction import Prediction, predict
 from sinkscope.audits.prefix import SinkPrefix, other_prefix, sink_prefix
-from sinkscope.audits.schemes import CONTROL_BITS, Scheme, linear_layers
+from sinkscope.audits.schemes import Ranges, Scheme, fused_groups, linear_layers
 from sinkscope.audits.sink_tokens import attention_sinks
-from sinkscope.audits.static_scales import Ranges, better_ranges, least_error_ranges
+from sinkscope.audits.static_scales import better_ranges, largest_magnitudes, least_error_ranges, scheme_ranges
 from sinkscope.errors import InputError
 from sinkscope.measures.sink_score import eligible_positions
 from sinkscope.models.anatomy import Neuron, as_neuron
@@ -31,9 +31,8 @@ from sinkscope.models.token_batches import TokenBatch
 from sinkscope.progress import Work
 from sinkscope.tracing.trace import trace
 
-CONTROL_ROOM = 4
-"""The control's static ranges are this many times the largest input of the calibration, so that nothing is clipped in
-other texts either. It costs two of 16 bits."""
+BUDGET = 1.0
+"""Bits a weight that modules in 16 bits may add on average, by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +46,7 @@ class ModelSetup:
     """What stands in the cache before every text."""
     modules_in_16_bits: tuple[str, ...] = ()
     tokens_in_16_bits: Tensor | None = None
-    """[N, T] mask over the held-out texts."""
-    calibration_tokens_in_16_bits: Tensor | None = None
-    """[N, T] the same for the texts that calibrate: such tokens do not count for a static scale."""
+    """[N, T] mask over the held-out texts: what stays in 16 bits in the cache, or in the window."""
     ranges: Ranges | None = None
     """Of static scales; None for those of the least squared error."""
 
@@ -61,6 +58,10 @@ class Evaluation:
     loaded: LoadedModel
     batch: TokenBatch
     """The first 16 texts calibrate, the others are held out."""
+    schemes: tuple[Scheme, ...]
+    """Those whose damage is predicted."""
+    budget: float = BUDGET
+    """Bits a weight that modules in 16 bits may add on average."""
     seed: int = 0
     work: Work = lambda what: lambda done, total: None
     """Is given the name of each long part, and returns what is told its progress."""
@@ -111,7 +112,7 @@ class Evaluation:
         if scheme is None:
             return losses(setup.model, ids_NT, prefix=cache)[:, start:]
         ranges, keep = None, setup.tokens_in_16_bits
-        if scheme.shared_by == "calibration":
+        if scheme.needs_ranges():
             ranges = setup.ranges or self._static_ranges(scheme, setup)
         if keep is None and scheme.keeps_sinks:
             keep = self.is_sink
@@ -119,6 +120,13 @@ class Evaluation:
             modules = [name for name in scheme.modules(setup.model) if name not in setup.modules_in_16_bits]
         losses_NT = scheme_losses(setup.model, scheme, ids_NT, modules=modules, ranges=ranges, keep=keep, prefix=cache)
         return losses_NT[:, start:]
+
+    def compare(self, scheme: Scheme) -> Comparison:
+        """The scheme in the model as it is, beside the baseline, token by token."""
+        ranges = self._static_ranges(scheme, ModelSetup(model=self.model)) if scheme.needs_ranges() else None
+        keep = self.is_sink if scheme.keeps_sinks else None
+        compared = compare(self.model, scheme, self.held_out.ids, ranges=ranges, keep=keep)
+        return compared.after(len(self.batch.leading_ids))
 
     def damage(self, scheme: Scheme, *, modules: Sequence[str] | None = None) -> Damage:
         """What the scheme costs the model as it is, in these modules or in all."""
@@ -132,13 +140,14 @@ class Evaluation:
         return batch.ids[:, start:], setup.prefix.cache, 0
 
     def _static_ranges(self, scheme: Scheme, setup: ModelSetup) -> Ranges:
-        """The ranges of the least squared error, in the model as it is used."""
-        if scheme.bits == CONTROL_BITS:
-            return self.control_ranges
-        if setup.model is self.model and setup.prefix is None and setup.tokens_in_16_bits is None:
-            return self.ranges
+        """The usual ranges of the scheme, in the model as it is used."""
+        if setup.model is self.model and setup.prefix is None:
+            return scheme_ranges(scheme, self.model, self.largest, lambda: self.least_error)
         ids_NT, cache, _ = self._texts(self.calibration, setup)
-        return least_error_ranges(setup.model, ids_NT, keep=setup.calibration_tokens_in_16_bits, prefix=cache)
+        largest = largest_magnitudes(setup.model, ids_NT, prefix=cache)
+        return scheme_ranges(
+            scheme, setup.model, largest, lambda: least_error_ranges(setup.model, ids_NT, prefix=cache)
+        )
 
     @cached_property
     def sinks(self) -> Tensor:
@@ -152,33 +161,50 @@ class Evaluation:
         return self.sinks[CALIBRATION:]
 
     @cached_property
-    def random_tokens(self) -> tuple[Tensor, Tensor]:
-        """As many random positions as there are sinks, of the held-out and the calibration texts: the control."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return as_many(self.is_sink, generator), as_many(self.sinks[:CALIBRATION], generator)
+    def random_tokens(self) -> Tensor:
+        """[N, T] as many random positions of the held-out texts as there are sinks: the control."""
+        return as_many(self.is_sink, torch.Generator().manual_seed(self.seed))
 
     @cached_property
-    def ranges(self) -> Ranges:
+    def largest(self) -> Ranges:
+        """The largest magnitudes of the calibration."""
+        return largest_magnitudes(self.model, self.calibration.ids)
+
+    @cached_property
+    def least_error(self) -> Ranges:
         """The static ranges of the least squared error on the calibration."""
         return least_error_ranges(self.model, self.calibration.ids)
-
-    @cached_property
-    def control_ranges(self) -> Ranges:
-        """The static ranges of the control, so wide that nothing is clipped in other texts either."""
-        ranges = least_error_ranges(self.model, self.calibration.ids, bits=CONTROL_BITS)
-        return {name: CONTROL_ROOM * largest for name, largest in ranges.items()}
 
     @cached_property
     def prediction(self) -> Prediction:
         """What each scheme is predicted to cost in each module, from the calibration."""
         step, calibration = self.work("texts that predict damage"), self.calibration
         step(0, calibration.num_sequences)
-        is_sink = self.sinks[:CALIBRATION]
-        return predict(self.model, calibration.ids, ranges=self.ranges, is_sink=is_sink, seed=self.seed, progress=step)
+        setup = ModelSetup(model=self.model)
+        static = [scheme for scheme in self.schemes if scheme.needs_ranges()]
+        return predict(
+            self.model,
+            calibration.ids,
+            self.schemes,
+            ranges={scheme.name: self._static_ranges(scheme, setup) for scheme in static},
+            is_sink=self.sinks[:CALIBRATION],
+            seed=self.seed,
+            progress=step,
+        )
+
+    def worst_groups(self, *schemes: Scheme) -> dict[str, list[str]]:
+        """By name, the few fused groups that hold most of the predicted damage of these schemes and fit the budget, the
+        worst first."""
+        first = schemes[0]
+        groups, sizes = fused_groups(first.modules(self.model)), first.sizes(self.model)
+        # A weight in 16 bits adds 16 less those of the scheme; of a scheme of inputs alone, a group counts its share.
+        added = max(1.0, 16 - first.bits(self.model))
+        allowed = self.budget / added * sum(sizes.values())
+        return {name: groups[name] for name in self.prediction.worst_groups(groups, sizes, allowed, *schemes)}
 
     def worst_modules(self, *schemes: Scheme) -> tuple[str, ...]:
-        """The few modules that hold most of the predicted damage of these schemes, the worst first."""
-        return tuple(self.prediction.worst_modules(schemes[0].modules(self.model), *schemes))
+        """The modules of the worst groups, the worst group first."""
+        return tuple(module for modules in self.worst_groups(*schemes).values() for module in modules)
 
     @cached_property
     def prefix(self) -> SinkPrefix:

@@ -2,7 +2,7 @@
 
 Targets are drawn from those predictions, so the mean of g g^T is the Fisher information F: the curvature of the loss
 if the predictions are true. A change d of a module's output at a token costs about 1/2 d^T F d, which is the mean of
-1/2 (g . d)^2. Nothing is kept beyond what the backward pass of one text holds.
+1/2 (g . d)^2. Nothing is kept beyond what the backward pass of a few texts holds.
 Axes: N texts, B texts of a pass, T positions, E inputs, O outputs, V vocabulary, H, D heads and their size.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkscope.audits.damage import Prefix
+from sinkscope.audits.damage import Prefix, passes
 from sinkscope.audits.schemes import attend, linear_layers
 from sinkscope.models.anatomy import anatomy_of
 from sinkscope.progress import Progress
@@ -23,10 +23,10 @@ from sinkscope.tracing.attention_hook import attention_hook
 from sinkscope.tracing.attention_rule import AttentionRule
 from sinkscope.tracing.single_reader import evaluation_mode
 
-OnLinear = Callable[[int, str, Tensor, Tensor], None]
-"""(text, module, what it read [1, T, E], the gradient at its output [1, T, O]), in float32."""
+OnLinear = Callable[[slice, str, Tensor, Tensor], None]
+"""(texts, module, what it read [B, T, E], the gradient at its output [B, T, O]), in float32."""
 OnAttention = Callable[..., None]
-"""(text, layer, queries, keys, values, their rule, the gradient at the aggregation [1, T, H, D])."""
+"""(texts, layer, queries, keys, values, their rule, the gradient at the aggregation [B, T, H, D])."""
 
 
 def read_gradients(
@@ -39,27 +39,32 @@ def read_gradients(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> None:
-    """Reads the texts one by one, each after a prefix if one is given, and calls `on_linear` and `on_attention`.
+    """Reads the texts, a few at a time, each after a prefix if one is given; calls `on_linear` and `on_attention`.
 
     `seed` is that of the targets; `progress` is called with (texts read, texts in all).
     """
     generator = torch.Generator().manual_seed(seed)
     device = model.get_input_embeddings().weight.device
-    for text in range(len(ids_NT)):
-        cache = {"use_cache": False} if prefix is None else {"past_key_values": prefix(1)}
-        with evaluation_mode(model), _watched(model, text, on_linear, on_attention) as embedded:
-            logits_TV = model(ids_NT[text : text + 1].to(device), **cache).logits[0, :-1].float()
-            # Drawn on the CPU, so that a seed gives the same targets on every device.
-            targets_T = torch.multinomial(logits_TV.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
-            loss = nn.functional.cross_entropy(logits_TV, targets_T.to(logits_TV.device), reduction="sum")
+    for texts in passes(ids_NT):
+        ids_BT = ids_NT[texts]
+        cache = {"use_cache": False} if prefix is None else {"past_key_values": prefix(len(ids_BT))}
+        with evaluation_mode(model), _watched(model, texts, ids_BT.shape, on_linear, on_attention) as embedded:
+            logits_BTV = model(ids_BT.to(device), **cache).logits[:, :-1].float()
+            # Drawn on the CPU, text by text, so that a seed gives the same targets on every device.
+            chances_BTV = logits_BTV.detach().softmax(-1).cpu()
+            drawn = [torch.multinomial(chances_TV, 1, generator=generator)[:, 0] for chances_TV in chances_BTV]
+            targets = torch.cat(drawn).to(logits_BTV.device)
+            loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets, reduction="sum")
             # By the embeddings alone: the hooks see every gradient on the way, and none is kept for the weights.
             torch.autograd.grad(loss, embedded.pop())
         if progress is not None:
-            progress(text + 1, len(ids_NT))
+            progress(texts.stop, len(ids_NT))
 
 
 @contextlib.contextmanager
-def _watched(model: Any, text: int, on_linear: OnLinear, on_attention: OnAttention | None) -> Iterator[list[Tensor]]:
+def _watched(
+    model: Any, texts: slice, shape: torch.Size, on_linear: OnLinear, on_attention: OnAttention | None
+) -> Iterator[list[Tensor]]:
     """While open, a backward pass calls `on_linear` and `on_attention`.
 
     Yields the list in which a forward pass leaves the embeddings, to differentiate by.
@@ -72,16 +77,15 @@ def _watched(model: Any, text: int, on_linear: OnLinear, on_attention: OnAttenti
 
     def linear(name: str):
         def note(g: Tensor, x: Tensor) -> None:
-            # [1, T, E] of one text; some models give their feed-forward [T, E].
-            shape = (1, x.numel() // x.shape[-1], -1)
-            on_linear(text, name, x.reshape(shape).float(), g.reshape(shape).float())
+            # [B, T, E]; some models give their feed-forward [B T, E].
+            on_linear(texts, name, x.reshape(*shape, -1).float(), g.reshape(*shape, -1).float())
 
         return lambda module, args, output: _Watched.apply(output, note, args[0])
 
     def attention(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         def note(g_BTHD: Tensor, *kept: Tensor) -> None:
             assert on_attention is not None
-            on_attention(text, layer, *kept, rule, g_BTHD)
+            on_attention(texts, layer, *kept, rule, g_BTHD)
 
         return _Watched.apply(attend(query, key, value, rule), note, query, key, value)  # type: ignore[return-value]
 

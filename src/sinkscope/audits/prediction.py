@@ -20,16 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinkscope.audits.formats import rounded_input, rounded_weight
 from sinkscope.audits.gradients import read_gradients
 from sinkscope.audits.schemes import (
-    SCHEMES,
+    Ranges,
     Scheme,
     attend,
     attentions,
     linear_layers,
     rounded_cache,
-    rounded_input,
-    rounded_weight,
     window_mask,
     window_size,
 )
@@ -39,9 +38,7 @@ from sinkscope.progress import Progress
 from sinkscope.tracing.attention_rule import AttentionRule
 
 SHARE_OF_DAMAGE = 0.9
-"""The worst modules are as few as hold this share of the predicted damage ..."""
-SHARE_OF_MODULES = 0.05
-"""... but at most this share of all modules."""
+"""The worst groups are as few as hold this share of the predicted damage, or what the budget allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,34 +52,42 @@ class Prediction:
 
     def damage(self, scheme: Scheme, modules: Collection[str]) -> float:
         """What a scheme costs in some modules at once."""
-        return sum(self.damages[module, scheme.name] for module in modules)
+        return sum(self.damages.get((module, scheme.name), 0.0) for module in modules)
 
-    def worst_modules(self, modules: Sequence[str], *schemes: Scheme) -> list[str]:
-        """The few modules that hold most of the damage of some schemes, the worst first."""
-        cost = {name: sum(self.damages[name, scheme.name] for scheme in schemes) for name in modules}
+    def worst_groups(
+        self, groups: Mapping[str, Sequence[str]], sizes: Mapping[str, int], allowed: float, *schemes: Scheme
+    ) -> list[str]:
+        """The few groups of modules that hold most of the damage of some schemes, by damage for their size, the worst
+        first; no more than `allowed` in size."""
+        cost = {name: sum(self.damage(scheme, modules) for scheme in schemes) for name, modules in groups.items()}
+        size = {name: sum(sizes[module] for module in modules) for name, modules in groups.items()}
         enough = SHARE_OF_DAMAGE * sum(cost.values())
-        most = max(1, int(SHARE_OF_MODULES * len(cost)))
         chosen: list[str] = []
-        for name in sorted(cost, key=lambda name: -cost[name])[:most]:
+        for name in sorted(cost, key=lambda name: -cost[name] / size[name]):
             if sum(cost[chosen_name] for chosen_name in chosen) >= enough:
                 break
-            chosen.append(name)
+            if sum(size[chosen_name] for chosen_name in chosen) + size[name] <= allowed:
+                chosen.append(name)
         return chosen
 
 
 def predict(
     model: Any,
     ids_NT: Tensor,
+    schemes: Sequence[Scheme],
     *,
-    ranges: Mapping[str, float],
+    ranges: Mapping[str, Ranges],
     is_sink: Tensor,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Prediction:
-    """The prediction for every scheme; `ranges` give the static scales and `is_sink` [N, T] the sinks of the texts.
+    """The prediction for these schemes; `ranges` are those of each scheme's name, and `is_sink` [N, T] marks the sinks
+    of the texts.
 
     `progress` is called with (texts read, texts in all)."""
     layers, names = linear_layers(model), {layer: name for name, layer in attentions(model).items()}
+    linear = [scheme for scheme in schemes if scheme.what == "linear"]
+    arguments = {scheme.name: scheme.arguments(model) for scheme in linear}
     sums: defaultdict[tuple[str, str], float] = defaultdict(float)
     statistics: defaultdict[tuple[str, str], InputStatistics] = defaultdict(InputStatistics)
     num_texts, length = ids_NT.shape
@@ -92,26 +97,34 @@ def predict(
         counted = length - 1 - (window_size(scheme, length) if scheme.what == "window" else 0)
         sums[module, scheme.name] += float(dot_BT.double().square().sum()) / 2 / counted / num_texts
 
-    def on_linear(text: int, name: str, x_BTE: Tensor, g_BTO: Tensor) -> None:
-        statistics[name, "inputs"].add(x_BTE, is_sink[text : text + 1])
+    def on_linear(texts: slice, name: str, x_BTE: Tensor, g_BTO: Tensor) -> None:
+        statistics[name, "inputs"].add(x_BTE, is_sink[texts])
         weight_OI = projection_weight(layers[name]).float()
         g_BTE = g_BTO @ weight_OI
-        for scheme in SCHEMES.values():
-            if scheme.what == "activations":
-                add(name, scheme, (g_BTE * (rounded_input(scheme, x_BTE, ranges[name]) - x_BTE)).sum(-1))
-            elif scheme.what == "weights":
-                noise_OI = rounded_weight(scheme, weight_OI) - weight_OI
-                add(name, scheme, (g_BTO * (x_BTE @ noise_OI.T)).sum(-1))
+        for scheme in linear:
+            group = arguments[scheme.name].get(name)
+            if group is None:
+                continue
+            # With x and W rounded to x' and W', the noise x' W' - x W is (x' - x) W' + x (W' - W).
+            rounded_g_BTE, dot_BT = g_BTE, 0.0
+            if group.weights is not None:
+                rounded_g_BTE = g_BTO @ rounded_weight(group.weights, weight_OI)
+                dot_BT = ((rounded_g_BTE - g_BTE) * x_BTE).sum(-1)
+            if group.input_activations is not None:
+                rounded_BTE = rounded_input(group.input_activations, x_BTE, ranges.get(scheme.name, {}).get(name))
+                dot_BT = dot_BT + (rounded_g_BTE * (rounded_BTE - x_BTE)).sum(-1)
+            add(name, scheme, torch.as_tensor(dot_BT))
 
     def on_attention(
-        text: int, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, g_BTHD: Tensor
+        texts: slice, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, g_BTHD: Tensor
     ) -> None:
-        name, plain_BTHD, is_sink_BT = names[layer], attend(query, key, value, rule), is_sink[text : text + 1]
+        name, plain_BTHD, is_sink_BT = names[layer], attend(query, key, value, rule), is_sink[texts]
         for what, x_BKSD in (("keys", key), ("values", value)):
             statistics[name, what].add(x_BKSD.transpose(1, 2).flatten(2), is_sink_BT)
-        for scheme in SCHEMES.values():
+        for scheme in schemes:
             if scheme.what == "cache":
-                other_BTHD = attend(query, *rounded_cache(scheme, key, value), rule)
+                range_2K = ranges.get(scheme.name, {}).get(name)
+                other_BTHD = attend(query, *rounded_cache(scheme, key, value, range_2K), rule)
             elif scheme.what == "window":
                 keep_BT = is_sink_BT if scheme.keeps_sinks else None
                 other_BTHD = attend(query, key, value, rule, window_mask(scheme, query, keep_BT))

@@ -26,10 +26,13 @@ from torch import Tensor
 from sinkscope.arguments import AUDIT_LENGTH
 from sinkscope.atomic import whole_file
 from sinkscope.audits.damage import Prefix, losses, scheme_losses
+from sinkscope.audits.formats import W8A8_STATIC
+from sinkscope.audits.schemes import linear_scheme
 from sinkscope.audits.sink_neurons import SinkNeurons
 from sinkscope.audits.sink_tokens import neuron_sinks, sink_neurons
-from sinkscope.audits.static_scales import STATIC, least_error_ranges
+from sinkscope.audits.static_scales import least_error_ranges
 from sinkscope.errors import InputError
+from sinkscope.models.anatomy import anatomy_of, check_every_layer
 from sinkscope.models.loaded import LoadedModel, ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens, as_batch
@@ -142,6 +145,7 @@ def room_for_prefix(model: Any, length: int) -> int:
     Refuses texts that fill the model's context, and a model with sliding windows, which forgets a prefix."""
     from transformers import DynamicCache
 
+    check_every_layer(anatomy_of(model), "A prefix")
     if any(getattr(layer, "is_sliding", False) for layer in DynamicCache(config=model.config).layers):
         raise InputError(
             "This model has layers with a sliding window, which soon forget a prefix. Leave `prefix` out, or choose a "
@@ -160,7 +164,7 @@ def room_for_prefix(model: Any, length: int) -> int:
 def _static_losses(loaded: LoadedModel, ids_BT: Tensor, prefix: Prefix) -> np.ndarray:
     """[B, T - 1] the losses after a prefix, under static 8-bit activations with scales from the same texts."""
     ranges = least_error_ranges(loaded.model, ids_BT, prefix=prefix)
-    return scheme_losses(loaded.model, STATIC, ids_BT, ranges=ranges, prefix=prefix)
+    return scheme_losses(loaded.model, linear_scheme(W8A8_STATIC), ids_BT, ranges=ranges, prefix=prefix)
 
 
 def _heads(ids_BT: Tensor, fired_BT: Tensor, most: int) -> list[tuple[tuple[int, ...], int | None]]:

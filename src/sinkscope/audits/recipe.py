@@ -1,10 +1,12 @@
-"""What an audit advises, as files that other tools read; none of those tools is imported.
+"""What an audit advises, as files that other tools read.
 
-- recipe.json: everything that is advised, by scheme.
-- torchao.json: keyword arguments of transformers' TorchAoConfig that leave modules out, beside a quant_type of 8-bit
-  activations with one scale a tensor, dynamic.
-- llm-compressor.yaml: a recipe of llm-compressor for the same with static scales, whose ignore list holds the modules.
-- kept_positions.json: the positions of each held-out text that a cache or a window should keep, as kvpress has them.
+For each scheme of linear layers that is safe or can be repaired:
+- llm-compressor-SCHEME.yaml: a recipe of llm-compressor's `oneshot`.
+- compressed-tensors-SCHEME.json: a quantisation configuration, whose `ignore` holds what stays in 16 bits.
+- torchao-SCHEME.json: keyword arguments of transformers' TorchAoConfig that leave modules out.
+For a cache of 8-bit floats: vllm.yaml, for `vllm serve --config`, and kv_cache_scales.safetensors, with the scales
+under the names by which checkpoints have them. recipe.json holds all that is advised, experiments too.
+Modules that an engine fuses are left out together, as it asks.
 """
 
 from __future__ import annotations
@@ -12,63 +14,100 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sinkscope.audits.advice import Trial
-from sinkscope.audits.by_torchao import TORCHAO_SCHEMES
+import torch
+from safetensors.torch import save_file
+
+from sinkscope.atomic import whole_file
+from sinkscope.audits.advice import Decision, Trial
+from sinkscope.audits.damage import Damage
 from sinkscope.audits.evaluation import Evaluation
-from sinkscope.audits.remedies import EXEMPT, PREFIX
-from sinkscope.audits.schemes import SCHEMES
-from sinkscope.audits.static_scales import STATIC
+from sinkscope.audits.formats import compressed_tensors
+from sinkscope.audits.remedies import PREFIX
+from sinkscope.audits.schemes import Scheme, attentions
 from sinkscope.models.loaded import LoadedModel
 from sinkscope.results.run_folder import RunFolder
 
-INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-# llm-compressor's own W8A8 has a scale a token. Its observer of least squared error clips as the audit's scales do.
-STATIC_INT8 = {
-    "targets": ["Linear"],
-    "weights": INT8 | {"strategy": "channel"},
-    "input_activations": INT8 | {"strategy": "tensor", "observer": "mse"},
-}
+LARGEST_FP8 = 448
+VLLM_CACHE = "fp8"
+"""The format of the cache that vLLM takes with calibrated scales."""
 
 
 def write_recipe(
-    folder: RunFolder, loaded: LoadedModel, evaluation: Evaluation, advice: Sequence[Trial], status: dict[str, Any]
+    folder: RunFolder,
+    loaded: LoadedModel,
+    evaluation: Evaluation,
+    decisions: Sequence[Decision],
+    trials: Sequence[Trial],
 ) -> None:
-    """Writes the four files; without advice the lists in them are empty, and `status` says why."""
-    folder.write_json("recipe.json", recipe(loaded, evaluation, advice) | status)
-    static, dynamic = (modules_to_leave(evaluation, advice, name) for name in (STATIC.name, TORCHAO_SCHEMES[0]))
-    write_ignored(folder, loaded.model, static=static, dynamic=dynamic)
-    folder.write_json("kept_positions.json", [row.nonzero().flatten().tolist() for row in evaluation.is_sink])
+    """Writes the files of every scheme that is safe or can be repaired."""
+    folder.write_json("recipe.json", recipe(loaded, evaluation, decisions, trials))
+    for decision in decisions:
+        scheme = next(scheme for scheme in evaluation.schemes if scheme.name == decision.scheme)
+        if decision.verdict not in ("safe", "repair"):
+            continue
+        modules = decision.repair.modules if decision.repair else ()
+        if scheme.what == "linear":
+            write_scheme(folder, loaded.model, scheme, modules)
+        elif scheme.name == f"cache-{VLLM_CACHE}":
+            write_cache(folder, evaluation, modules)
 
 
-def write_ignored(folder: RunFolder, model: Any, *, static: Sequence[str], dynamic: Sequence[str]) -> None:
-    """Writes the modules that stay in 16 bits, with the output head: those for static scales as llm-compressor reads
-    them, those for dynamic ones as torchao does."""
+def write_scheme(folder: RunFolder, model: Any, scheme: Scheme, in_16_bits: Sequence[str]) -> None:
+    """Writes a scheme, and what stays in 16 bits, for llm-compressor, compressed-tensors and torchao."""
+    package = compressed_tensors()
     head = next(name for name, part in model.named_modules() if part is model.get_output_embeddings())
-    folder.write_json("torchao.json", {"modules_to_not_convert": [head, *dynamic]})
-    modifier = {"config_groups": {"group_0": STATIC_INT8}, "ignore": [head, *static]}
-    folder.write_yaml("llm-compressor.yaml", {"quant_stage": {"quant_modifiers": {"QuantizationModifier": modifier}}})
+    ignore = [head, *scheme.ignore, *in_16_bits]
+    groups = {f"group_{number}": group for number, group in enumerate(scheme.groups)}
+    config = package.QuantizationConfig(config_groups=groups, ignore=ignore).model_dump(mode="json", exclude_none=True)
+    modifier = {"config_groups": config["config_groups"], "ignore": ignore}
+    recipe = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": modifier}}}
+    folder.write_yaml(f"llm-compressor-{scheme.name}.yaml", recipe)
+    folder.write_json(f"compressed-tensors-{scheme.name}.json", config)
+    folder.write_json(f"torchao-{scheme.name}.json", {"modules_to_not_convert": ignore})
 
 
-def modules_to_leave(evaluation: Evaluation, advice: Sequence[Trial], scheme: str) -> list[str]:
-    """The modules to leave in 16 bits against a scheme, the worst first; none where that is not advised."""
-    holds = any((trial.remedy, trial.scheme) == (EXEMPT.name, scheme) for trial in advice)
-    return list(evaluation.worst_modules(SCHEMES[scheme])) if holds else []
+def write_cache(folder: RunFolder, evaluation: Evaluation, in_16_bits: Sequence[str]) -> None:
+    """Writes the options of vLLM for a cache of 8-bit floats, and the scale of each layer's keys and values."""
+    layers = attentions(evaluation.model)
+    options: dict[str, Any] = {"kv-cache-dtype": VLLM_CACHE}
+    if in_16_bits:
+        options["kv-cache-dtype-skip-layers"] = sorted(str(layers[name]) for name in in_16_bits)
+    folder.write_yaml("vllm.yaml", options)
+    scales = {}
+    for name in layers:
+        for part, largest_K in zip(("k_scale", "v_scale"), evaluation.largest[name], strict=True):
+            scales[f"{name}.{part}"] = (largest_K.amax() / LARGEST_FP8).reshape(1).to(torch.float32)
+    with whole_file(folder.path / "kv_cache_scales.safetensors") as partial:
+        save_file(scales, partial)
 
 
-def recipe(loaded: LoadedModel, evaluation: Evaluation, advice: Sequence[Trial]) -> dict[str, Any]:
-    """By scheme, what to do in order of effect; an empty list where no remedy helps."""
-    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMES}
-    for trial in advice:
-        step = {
-            "remedy": trial.remedy,
-            "what": trial.what,
-            "recovers": trial.recovered.change,
-            "of": trial.damage.change,
+def recipe(
+    loaded: LoadedModel, evaluation: Evaluation, decisions: Sequence[Decision], trials: Sequence[Trial]
+) -> dict[str, Any]:
+    """By scheme, the decision, and every remedy that helps, the largest effect first."""
+    schemes: dict[str, Any] = {}
+    for decision in decisions:
+        helping = [trial for trial in trials if trial.scheme == decision.scheme and trial.holds]
+        helping.sort(key=lambda trial: -trial.recovered.change)
+        schemes[decision.scheme] = {
+            "verdict": decision.verdict,
+            "bits": decision.bits,
+            **ends("costs", decision.damage),
+            "steps": [_step(evaluation, trial) for trial in helping],
         }
-        step |= {"recovers_low": trial.recovered.low, "recovers_high": trial.recovered.high}
-        if trial.remedy == EXEMPT.name:
-            step["modules"] = list(evaluation.worst_modules(SCHEMES[trial.scheme]))
-        if trial.remedy == PREFIX.name:
-            step["token_ids"] = list(evaluation.prefix.ids)
-        steps[trial.scheme].append(step)
-    return {"model": loaded.name, "weight_hash": loaded.weight_hash, "schemes": steps}
+    return {"model": loaded.name, "weight_hash": loaded.weight_hash, "schemes": schemes}
+
+
+def _step(evaluation: Evaluation, trial: Trial) -> dict[str, Any]:
+    step = {"remedy": trial.remedy, "what": trial.what, "is_experiment": not trial.is_loaded}
+    step |= ends("recovers", trial.recovered) | ends("leaves", trial.remaining)
+    if trial.modules:
+        step["modules"] = list(trial.modules)
+    if trial.remedy == PREFIX.name:
+        step["token_ids"] = list(evaluation.prefix.ids)
+    return step
+
+
+def ends(name: str, change: Damage) -> dict[str, float]:
+    """A change of the loss with both ends of its interval, as columns or keys of that name."""
+    return {name: change.change, f"{name}_low": change.low, f"{name}_high": change.high}

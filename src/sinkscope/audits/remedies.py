@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from sinkscope.arguments import CALIBRATION
 from sinkscope.audits.evaluation import Evaluation, ModelSetup
-from sinkscope.audits.schemes import Scheme
+from sinkscope.audits.schemes import Scheme, fused_groups
 from sinkscope.errors import InputError
 from sinkscope.interventions.neurons import matched_neurons
 from sinkscope.models.anatomy import NeuronLike, anatomy_of, checked_neurons
@@ -29,6 +28,8 @@ class Remedy(ABC):
 
     name: str
     control_is: str
+    is_loaded: bool = False
+    """Whether engines load what it needs; the others are experiments."""
 
     def is_for(self, scheme: Scheme) -> bool:
         """Whether an audit tries it against a scheme."""
@@ -56,17 +57,15 @@ class KeepTokens(Remedy):
     control_is = "as many random positions"
 
     def is_for(self, scheme):
-        shares_a_scale = scheme.shared_by in ("text", "calibration")
-        return not scheme.keeps_sinks and (scheme.what in ("cache", "window") or shares_a_scale)
+        return scheme.what in ("cache", "window") and not scheme.keeps_sinks
 
     def apply(self, evaluation, schemes, to):
-        in_calibration = evaluation.sinks[:CALIBRATION]
-        return replace(to, tokens_in_16_bits=evaluation.is_sink, calibration_tokens_in_16_bits=in_calibration)
+        if not evaluation.is_sink.any():
+            return "no token of these texts is a sink"
+        return replace(to, tokens_in_16_bits=evaluation.is_sink)
 
     def control(self, evaluation, schemes):
-        held_out, in_calibration = evaluation.random_tokens
-        setup = ModelSetup(model=evaluation.model)
-        return replace(setup, tokens_in_16_bits=held_out, calibration_tokens_in_16_bits=in_calibration)
+        return ModelSetup(model=evaluation.model, tokens_in_16_bits=evaluation.random_tokens)
 
     def what(self, evaluation, scheme):
         count = float(evaluation.is_sink.sum(1).double().mean())
@@ -76,24 +75,44 @@ class KeepTokens(Remedy):
 
 class Exempt(Remedy):
     name = "leave modules in 16 bits"
-    control_is = "as many random modules"
+    control_is = "random groups of as many weights"
+    is_loaded = True
 
     def is_for(self, scheme):
-        return scheme.what in ("activations", "weights")
+        return scheme.what in ("linear", "cache")
 
     def apply(self, evaluation, schemes, to):
         modules = evaluation.of(to.model).worst_modules(*schemes)
-        return replace(to, modules_in_16_bits=modules) if modules else "no module is predicted to cost anything"
+        return replace(to, modules_in_16_bits=modules) if modules else "no group of modules fits the budget"
 
     def control(self, evaluation, schemes):
-        worst = evaluation.worst_modules(*schemes)
-        others = [name for name in schemes[0].modules(evaluation.model) if name not in worst]
-        order = torch.randperm(len(others), generator=torch.Generator().manual_seed(evaluation.seed))
-        chosen = tuple(others[index] for index in order[: len(worst)])
-        return ModelSetup(model=evaluation.model, modules_in_16_bits=chosen)
+        """Random groups, as many weights as the worst ones or the last group more."""
+        worst, sizes = evaluation.worst_groups(*schemes), schemes[0].sizes(evaluation.model)
+        enough = sum(sizes[module] for modules in worst.values() for module in modules)
+        groups = fused_groups(schemes[0].modules(evaluation.model))
+        others = [modules for name, modules in groups.items() if name not in worst]
+        chosen: list[str] = []
+        for index in torch.randperm(len(others), generator=torch.Generator().manual_seed(evaluation.seed)):
+            if sum(sizes[module] for module in chosen) >= enough:
+                break
+            chosen += others[index]
+        return ModelSetup(model=evaluation.model, modules_in_16_bits=tuple(chosen))
 
     def what(self, evaluation, scheme):
-        return ", ".join(evaluation.worst_modules(scheme))
+        model, groups = evaluation.model, evaluation.worst_groups(scheme)
+        if scheme.what == "cache":
+            return f"the cache of {', '.join(groups)}"
+        prediction = evaluation.prediction
+        guilty: list[str] = []  # the others are there because an engine fuses them
+        for modules in groups.values():
+            whole = prediction.damage(scheme, modules)
+            guilty += [module for module in modules if prediction.damage(scheme, [module]) >= whole / 10]
+        plain, with_guilty = scheme.bits(model), scheme.bits(model, guilty)
+        with_groups = scheme.bits(model, [module for modules in groups.values() for module in modules])
+        return (
+            f"{', '.join(groups)}: {with_groups - plain:.2f} bits a weight more, of which "
+            f"{with_groups - with_guilty:.2f} for modules that are fused with a guilty one"
+        )
 
 
 class Prefixed(Remedy):
@@ -101,7 +120,7 @@ class Prefixed(Remedy):
     control_is = "the cache of as many tokens that are no sinks"
 
     def is_for(self, scheme):
-        return scheme.shared_by in ("text", "calibration")
+        return scheme.what == "linear" and scheme.shares_a_scale()
 
     def apply(self, evaluation, schemes, to):
         prefix = evaluation.of(to.model).prefix
@@ -117,9 +136,10 @@ class Prefixed(Remedy):
 class Rotate(Remedy):
     name = "rotate"
     control_is = "norm gains folded in, the basis as it was"
+    is_loaded = True
 
     def is_for(self, scheme):
-        return scheme.what in ("activations", "weights")
+        return scheme.what == "linear"
 
     def apply(self, evaluation, schemes, to):
         return replace(to, model=rotate(to.model, seed=evaluation.seed))
@@ -153,7 +173,7 @@ class Scales(Remedy):
     control_is = "the same changes of range in other modules"
 
     def acts_on(self, scheme):
-        return scheme.shared_by == "calibration"
+        return scheme.what == "linear" and scheme.needs_ranges()
 
     def apply(self, evaluation, schemes, to):
         is_alone = to.model is evaluation.model and to.prefix is None and not to.modules_in_16_bits
@@ -191,11 +211,12 @@ def unplug(model: Model, neurons: Iterable[NeuronLike]) -> Any:
     return unplugged
 
 
-EXEMPT, PREFIX = Exempt(), Prefixed()
-TRIED_BY_AUDIT: tuple[Remedy, ...] = (KeepTokens(), EXEMPT, PREFIX, Rotate())
+EXEMPT, PREFIX, ROTATE = Exempt(), Prefixed(), Rotate()
+TRIED_BY_AUDIT: tuple[Remedy, ...] = (EXEMPT, ROTATE, PREFIX, KeepTokens())
+"""What engines load first, then experiments."""
 BY_OPTION: dict[str, Remedy] = {
     "unplug": Unplug(),
-    "rotate": Rotate(),
+    "rotate": ROTATE,
     "prefix": PREFIX,
     "exempt": EXEMPT,
     "scales": Scales(),

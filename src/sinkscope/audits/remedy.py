@@ -16,7 +16,7 @@ from sinkscope.arguments import check_audit, check_remedies
 from sinkscope.audits.evaluation import Evaluation, ModelSetup
 from sinkscope.audits.remedies import BY_OPTION
 from sinkscope.audits.remedy_result import BASELINE, MEASURED, SIXTEEN_BITS, ModelLosses, RemedyResult
-from sinkscope.audits.schemes import SCHEMES
+from sinkscope.audits.schemes import linear_scheme
 from sinkscope.audits.texts import texts_to_measure
 from sinkscope.models.loaded import ModelLike
 from sinkscope.models.loading import load
@@ -56,10 +56,10 @@ def remedy(
         loaded, text, bos=bos, length=length, num_sequences=num_sequences, seed=seed, prefix=prefix
     )
     begin = work or (lambda what: lambda done, total: None)
-    evaluation = Evaluation(loaded=loaded, batch=batch, seed=seed, work=begin)
+    schemes = [linear_scheme(name) for name in MEASURED]
+    evaluation = Evaluation(loaded=loaded, batch=batch, schemes=tuple(schemes), seed=seed, work=begin)
     evaluation.check_finite()
     remedies = {name: remedy for name, remedy in BY_OPTION.items() if chosen[name]}
-    schemes = [SCHEMES[name] for name in MEASURED]
 
     baseline = remedied = ModelSetup(model=loaded.model)
     to_measure = [_ToMeasure(BASELINE, baseline)]

@@ -68,7 +68,6 @@ def remedy_command(remedies: RemedyOptions, texts: AuditOptions, source: ModelOp
 
 def show(result: RemedyResult, path: Path) -> None:
     """Prints the losses before and after, in 16 bits and in 8, and whether each remedy helps."""
-    from sinkscope.audits.schemes import SCHEMES, scheme_in_words
     from sinkscope.audits.texts import held_out_in_words
     from sinkscope.pages.terminal import Terminal, ends
 
@@ -77,7 +76,7 @@ def show(result: RemedyResult, path: Path) -> None:
     rows = [
         (
             row["model"] + " (control)" * row["control"],
-            scheme_in_words(row["scheme"]) if row["scheme"] in SCHEMES else row["scheme"],
+            row["scheme"],
             f"{row['loss']:.4f}",
             f"{row['change']:+.4f}",
             ends(row["low"], row["high"]),

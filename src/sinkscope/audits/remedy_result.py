@@ -15,11 +15,12 @@ import torch
 
 from sinkscope.audits.advice import NEGLIGIBLE, needs_remedy
 from sinkscope.audits.damage import Damage, damage
+from sinkscope.audits.formats import W8A8_STATIC, W8A8_TENSOR
 from sinkscope.audits.prefix import LOADER, SinkPrefix
-from sinkscope.audits.recipe import write_ignored
+from sinkscope.audits.recipe import write_scheme
 from sinkscope.audits.schemas import LOSSES
-from sinkscope.audits.schemes import scheme_in_words
-from sinkscope.audits.static_scales import STATIC
+from sinkscope.audits.schemes import linear_scheme
+from sinkscope.audits.static_scales import STATIC_BITS
 from sinkscope.audits.texts import held_out_in_words
 from sinkscope.errors import InputError
 from sinkscope.models.checkpoint_checks import first_line
@@ -31,7 +32,7 @@ from sinkscope.results.tables import rows_where
 from sinkscope.tracing.receipt import Receipt, beginnings_in_words, described
 from sinkscope.tracing.single_reader import evaluation_mode
 
-MEASURED = (STATIC.name, "activations-8-dynamic")
+MEASURED = (W8A8_STATIC, W8A8_TENSOR)
 BASELINE = "baseline"
 """The model as it was, in the tables."""
 SIXTEEN_BITS = "16 bits"
@@ -103,7 +104,8 @@ class RemedyResult(Result):
     @property
     def scales(self) -> dict[str, float]:
         """What one step of a static 8-bit input is worth, by module that is rounded; empty without `scales`."""
-        levels, least = 2 ** (STATIC.bits - 1) - 1, float(np.finfo(np.float32).tiny)  # a module may read zeros alone
+        # As compressed-tensors has them; a module may read zeros alone.
+        levels, least = (2**STATIC_BITS - 1) / 2, float(np.finfo(np.float32).tiny)
         ranges = self.ranges or {}
         return {name: max(least, ranges[name] / levels) for name in ranges if name not in self.modules_in_16_bits}
 
@@ -132,7 +134,7 @@ class RemedyResult(Result):
         """Whether a remedy helps, in a sentence; of a control, what it does."""
         name, shares = measurement.name, self.shares(measurement)
         change = f"the loss in 16 bits changes by {self.change_in_16_bits(measurement):+.2%}"
-        parts = [f"{share} of the damage of {scheme_in_words(scheme)}" for scheme, share in shares.items()]
+        parts = [f"{share} of the damage of {scheme}" for scheme, share in shares.items()]
         recovers = "recovers " + " and ".join(parts)
         if measurement.is_control:
             return f"{name}, a control: {recovers}; {change}" if shares else f"{name}, a control: {change}"
@@ -150,7 +152,7 @@ class RemedyResult(Result):
             if not needs_remedy(cost):
                 why = "which may be chance" if cost.low <= 0 else f"less than {NEGLIGIBLE:g}"
                 change = f"{cost.change:+.4f} nats a token ({cost.low:+.4f} to {cost.high:+.4f})"
-                sentences.append(f"{scheme_in_words(scheme)}: no damage to recover, it costs {change}, {why}")
+                sentences.append(f"{scheme}: no damage to recover, it costs {change}, {why}")
         return sentences
 
     @property
@@ -205,9 +207,10 @@ class RemedyResult(Result):
         if self.prefix is not None:
             self.prefix.save(folder.path / PREFIX_FILE)
         if self.modules_in_16_bits:
-            write_ignored(folder, self.loaded.model, static=self.modules_in_16_bits, dynamic=self.modules_in_16_bits)
+            for scheme in map(linear_scheme, MEASURED):
+                write_scheme(folder, self.loaded.model, scheme, self.modules_in_16_bits)
         if self.scales:
-            folder.write_json(SCALES_FILE, {"bits": STATIC.bits, "symmetric": True, "scales": self.scales})
+            folder.write_json(SCALES_FILE, {"bits": STATIC_BITS, "symmetric": True, "scales": self.scales})
         folder.write_text("README.md", card(self))
         super().write(folder)
 
@@ -233,7 +236,9 @@ def card(result: RemedyResult) -> str:
         )
     if result.modules_in_16_bits:
         listed = ", ".join(f"`{name}`" for name in result.modules_in_16_bits)
-        lines.append(f"- Modules to leave in 16 bits, in `torchao.json` and `llm-compressor.yaml`: {listed}.")
+        lines.append(
+            f"- Modules to leave in 16 bits, listed for llm-compressor, compressed-tensors and torchao: {listed}."
+        )
     if result.scales:
         after = ", for texts after the prefix" if result.prefix is not None else ""
         lines.append(
@@ -242,7 +247,7 @@ def card(result: RemedyResult) -> str:
     if type(result.loaded.model).__module__.startswith("sinkscope."):
         lines += ["", "Its kind of attention is sinkscope's own: `import sinkscope.pretrain.decoder` before"]
         lines += ["`from_pretrained`, or load it with `sinkscope.load`."]
-    lines += ["", f"Loss in nats a token on {texts}. 8-bit activations are emulated,"]
+    lines += ["", f"Loss in nats a token on {texts}. 8-bit integers, activations"]
     lines += ["with one scale per tensor. Recovered: the share of what they cost the baseline.", ""]
     heads = ["model", SIXTEEN_BITS]
     for scheme in MEASURED:

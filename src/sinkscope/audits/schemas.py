@@ -16,6 +16,8 @@ _MODULE = Column("module", "str", "Name of the module, as named_modules() gives 
 _LAYER = Column("layer", "int", "Layer, counted from 0")
 _KIND = Column("kind", "str", "Name of the module within its layer")
 _SCHEME = Column("scheme", "str", "What is made cheaper; docs/audit.md defines each")
+_WHAT = Column("what", "str", "Where it acts: linear layers, cache or window")
+_BITS = Column("bits", "float", "Bits a weight of the linear layers, or a number of the cache, on average")
 
 
 def _interval(name: str, meaning: str) -> tuple[Column, Column, Column]:
@@ -26,6 +28,28 @@ def _interval(name: str, meaning: str) -> tuple[Column, Column, Column]:
     )
 
 
+def _whole(name: str, meaning: str) -> tuple[Column, ...]:
+    """A value of the whole model, with its interval."""
+    return (
+        Column(name, "float", f"{meaning}; of the whole model", nullable=True),
+        Column(f"{name}_low", "float", "Lower end of its interval", nullable=True),
+        Column(f"{name}_high", "float", "Upper end of its interval", nullable=True),
+    )
+
+
+DECISIONS = Schema(
+    "decisions",
+    (
+        _SCHEME,
+        _WHAT,
+        Column("verdict", "str", "safe, repair, avoid, or undecided where the texts are too few"),
+        _BITS,
+        *_interval("costs", "Damage as it is"),
+        *_interval("left", "Damage after the repair, where there is one"),
+        Column("repair", "str", "The remedy that engines load and that leaves least; null without one", nullable=True),
+    ),
+    is_listed=True,
+)
 READINGS = Schema(
     "readings",
     (
@@ -48,7 +72,14 @@ READINGS = Schema(
 )
 PREDICTIONS = Schema(
     "predictions",
-    (_MODULE, _LAYER, _KIND, _SCHEME, Column("predicted", "float", "Predicted damage of the scheme in this module")),
+    (
+        _MODULE,
+        _LAYER,
+        _KIND,
+        _SCHEME,
+        _WHAT,
+        Column("predicted", "float", "Predicted damage of the scheme in this module"),
+    ),
 )
 DAMAGES = Schema(
     "damages",
@@ -56,9 +87,12 @@ DAMAGES = Schema(
         Column("level", "str", "Where the scheme acted: model, group (a third of the layers) or module"),
         Column("place", "str", "Which group of layers, or which module; all for the model"),
         _SCHEME,
+        _WHAT,
         Column("predicted", "float", "Predicted damage"),
-        *_interval("measured", "ModelLosses damage"),
-        Column("control", "float", "Damage with 16 bits, or a window of all keys; of the whole model", nullable=True),
+        *_interval("measured", "Measured damage"),
+        Column("control", "float", "Damage with 24 bits, or a window of all keys; of the whole model", nullable=True),
+        *_whole("divergence", "KL divergence of the predictions from the baseline's, in nats a token"),
+        *_whole("same_top", "Share of tokens after which the same one is the most probable"),
     ),
     is_listed=True,
 )
@@ -73,7 +107,20 @@ TRIALS = Schema(
         *_interval("control", "Damage that its control recovers"),
         Column("holds", "bool", "Whether the remedy recovers something, and more than its control on the same texts"),
         Column("what", "str", "Which tokens, modules or basis, in words"),
+        _BITS,
+        Column("is_loaded", "bool", "Whether engines load what it needs; the others are experiments"),
         Column("control_is", "str", "The control in words"),
+    ),
+    is_listed=True,
+)
+CURVE = Schema(
+    "curve",
+    (
+        _SCHEME,
+        Column("num_groups", "int", "Fused groups of modules in 16 bits, those with the largest predicted damage"),
+        Column("num_modules", "int", "Modules in them"),
+        _BITS,
+        *_interval("left", "Damage that remains"),
     ),
     is_listed=True,
 )
@@ -89,7 +136,7 @@ SINKS = Schema(
     ),
     is_listed=True,
 )
-AUDIT_TABLES = (READINGS, PREDICTIONS, DAMAGES, TRIALS, SINKS)
+AUDIT_TABLES = (DECISIONS, READINGS, PREDICTIONS, DAMAGES, TRIALS, CURVE, SINKS)
 
 
 LOSSES = Schema(
@@ -97,7 +144,7 @@ LOSSES = Schema(
     (
         Column("model", "str", "Which model: baseline, with one remedy or its control, or all together"),
         Column("control", "bool", "Whether it is the control of the remedy before it"),
-        Column("scheme", "str", "16 bits, or 8-bit activations with one scale per tensor; docs/audit.md defines each"),
+        Column("scheme", "str", "16 bits, or 8 bits with one scale per tensor; docs/audit.md defines each"),
         Column("loss", "float", "Next-token loss on held-out texts, in nats a token"),
         Column("change", "float", "Loss minus that of the baseline in 16 bits"),
         Column("low", "float", "Lower end of its 95 % interval over texts"),
@@ -119,12 +166,17 @@ LOSSES = Schema(
 )
 
 
-def check_audit(run: Run) -> None:
-    """Refuses unknown schemes, and sink tokens with a text between neighbours without one."""
-    from sinkscope.audits.schemes import SCHEMES
+CONTROL_FAILS = 0.005
+"""A control of the rounding that changes the loss by more has failed, and so has what is measured beside it."""
+PLACES = ("linear", "cache", "window")
+VERDICTS = ("safe", "repair", "undecided", "avoid")
 
-    for name in ("predictions", "damages", "remedies"):
-        check_known(run.path / f"{name}.parquet", "scheme", run.tables[name], SCHEMES)
+
+def check_audit(run: Run) -> None:
+    """Refuses unknown places and verdicts, and sink tokens with a text between neighbours without one."""
+    for name in ("decisions", "predictions", "damages"):
+        check_known(run.path / f"{name}.parquet", "what", run.tables[name], PLACES)
+    check_known(run.path / "decisions.parquet", "verdict", run.tables["decisions"], VERDICTS)
     sinks = run.tables["sink_tokens"]
     for text, *around in zip(sinks["token_text"], sinks["before"], sinks["after"], strict=True):
         if text is not None and None in around:
@@ -142,8 +194,6 @@ class AuditSummary(BaseModel):
     loss: float
     story: str
     refused: dict[str, str]
-    why_nothing: str | None = None
-    nothing_needed: bool
     rank_correlation: float | None = None
     repeatability: float | None = None
     sinks_per_text: float

@@ -84,7 +84,7 @@ def attention_sinks(loaded: LoadedModel, batch: TokenBatch) -> tuple[Tensor, Ten
     """[B, T] each: sink or not, share of layers and heads, attention received."""
     recording = record(loaded, batch, [SINK_HEADS, RECEIVED_BY_SEQUENCE])
     rate_BT = recording.sequence_sink_rate
-    return are_sinks(rate_BT), rate_BT, recording[RECEIVED_BY_SEQUENCE.name].float().mean(0)
+    return are_sinks(rate_BT), rate_BT, recording.of_attention(RECEIVED_BY_SEQUENCE.name).float().mean(0)
 
 
 def neuron_sinks(loaded: LoadedModel, ids_BT: Tensor, neurons: SinkNeurons) -> tuple[Tensor, Tensor]:

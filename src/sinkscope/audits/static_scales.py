@@ -1,7 +1,8 @@
-"""Static scales: the range of what each linear layer reads in a calibration, over the steps of its bits.
+"""Static scales: the range of what each linear layer reads in a calibration, and of each layer's keys and values.
 
+- `largest_magnitudes`: nothing is clipped, as by llm-compressor's `static_minmax`, the observer of its presets.
 - `least_error_ranges`: the squared error is least. A few far values are clipped where all others gain more by it, as by
-  HistogramObserver, PyTorch's usual choice. Every scheme is measured with these unless others are given.
+  HistogramObserver of PyTorch and llm-compressor's `mse`. Schemes that name that observer have these.
 - `better_ranges`: also tries those of the least predicted damage, which clip a far value where the loss hardly depends
   on it; the squared error cannot see that. The prediction holds for small changes only: it is wrong where a sink is
   clipped away. So these ranges are taken only if the losses of the calibration stay nearer to the model's.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,20 @@ import torch
 from torch import Tensor
 
 from sinkscope.audits.damage import Prefix, losses, scheme_losses
+from sinkscope.audits.formats import W8A8_STATIC, rounded_input
 from sinkscope.audits.gradients import read_gradients
-from sinkscope.audits.schemes import SCHEMES, entering_rows, linear_layers, rounded_input, without_kept
-from sinkscope.models.anatomy import projection_weight
+from sinkscope.audits.schemes import Scheme, attend, attentions, entering_rows, linear_layers, linear_scheme
+from sinkscope.models.anatomy import anatomy_of, projection_weight
 from sinkscope.models.loaded import bare_model
 from sinkscope.progress import Progress
+from sinkscope.tracing.attention_hook import attention_hook
+from sinkscope.tracing.attention_rule import AttentionRule
 
-STATIC = SCHEMES["activations-8-static"]
+STATIC_BITS = 8
+"""Of `W8A8_STATIC`."""
+CONTROL_ROOM = 4
+"""A control's static ranges are this many times the largest magnitude of the calibration, so that nothing is clipped in
+other texts either."""
 RANGE_STEPS = 20
 """Ranges that are tried for the least squared error: even steps up to the largest input."""
 SHARES = torch.exp2(-torch.arange(9) / 2).tolist()
@@ -36,22 +44,53 @@ BINS_AN_OCTAVE, HALF_BINS = 32, 32 * 128
 MAGNITUDE_M = torch.exp2(torch.arange(1 - HALF_BINS, 1 + HALF_BINS, dtype=torch.float64) / BINS_AN_OCTAVE)
 """The upper ends of the bins, so that the largest range clips nothing."""
 
-Ranges = dict[str, float]
-"""By the name of a linear layer."""
+Ranges = dict[str, Any]
+"""A number for a linear layer, [2, K] for the keys and values of an attention, by the module's name."""
 
 
-def least_error_ranges(
+def scheme_ranges(
+    scheme: Scheme,
     model: Any,
-    ids_NT: Tensor,
-    *,
-    bits: int = STATIC.bits,
-    keep: Tensor | None = None,
-    prefix: Prefix | None = None,
+    largest: Mapping[str, Any],
+    least_error: Callable[[], Mapping[str, Any]],
 ) -> Ranges:
-    """The ranges that round a calibration with the least squared error.
+    """The ranges of a scheme: the largest magnitudes, or those of the least squared error where it names that observer;
+    of a control, more than the largest."""
+    if scheme.is_control:
+        return {name: CONTROL_ROOM * value for name, value in largest.items()}
+    inputs = {name: group.input_activations for name, group in scheme.arguments(model).items()}
+    by_error = [name for name, args in inputs.items() if args is not None and args.observer == "mse"]
+    return {**largest, **(least_error() if by_error else {})}
 
-    Tokens that are kept in 16 bits, `keep` [N, T], do not count."""
-    counts, _ = _magnitudes(bare_model(model), ids_NT, keep, prefix)
+
+def largest_magnitudes(model: Any, ids_NT: Tensor, *, prefix: Prefix | None = None) -> Ranges:
+    """The largest magnitude of what each linear layer reads and, without a prefix, of each head's keys and values."""
+    model = bare_model(model)
+    names = {layer: name for name, layer in attentions(model).items()}
+    largest: Ranges = {}
+
+    def note(name: str, magnitude: Tensor) -> None:
+        largest[name] = torch.maximum(largest[name], magnitude) if name in largest else magnitude
+
+    def on_attention(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        by_head = [x_BKSD.detach().float().abs().amax((0, 2, 3)).cpu() for x_BKSD in (key, value)]
+        note(names[layer], torch.stack(by_head))
+        return attend(query, key, value, rule)
+
+    def entering(name: str, x_BTE: Tensor) -> None:
+        note(name, x_BTE.detach().float().abs().amax().cpu())
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(entering_rows(model, linear_layers(model), entering))
+        if prefix is None:  # beside a cache, attention cannot be read
+            stack.enter_context(attention_hook(anatomy_of(model), on_attention))
+        losses(model, ids_NT, prefix=prefix)
+    return {name: value if value.ndim else float(value) for name, value in largest.items()}
+
+
+def least_error_ranges(model: Any, ids_NT: Tensor, *, bits: int = STATIC_BITS, prefix: Prefix | None = None) -> Ranges:
+    """The ranges that round what linear layers read in a calibration with the least squared error."""
+    counts, _ = _magnitudes(bare_model(model), ids_NT, prefix)
     return _least_error_ranges(counts, bits)
 
 
@@ -65,7 +104,7 @@ def least_error_range(magnitude_M: Tensor, count_M: Tensor, bits: int) -> float:
     seen = count_M > 0
     magnitude_M, count_M = magnitude_M[seen], count_M[seen]
     range_R1 = magnitude_M.max() * torch.arange(1, RANGE_STEPS + 1)[:, None] / RANGE_STEPS
-    step_R1 = range_R1 / (2 ** (bits - 1) - 1)
+    step_R1 = range_R1 / ((2**bits - 1) / 2)
     within_RM = torch.where(magnitude_M < step_R1 / 2, magnitude_M.square(), step_R1.square() / 12)
     error_RM = torch.where(magnitude_M > range_R1, (magnitude_M - range_R1).square(), within_RM)
     return float(range_R1[(count_M * error_RM).sum(1).argmin(), 0])
@@ -85,13 +124,14 @@ def better_ranges(
     The better ones are those under which the losses of the calibration stay nearer to the model's, with these `modules`
     rounded, or all. `progress` is called with (texts read, texts in all)."""
     model = bare_model(model)
-    counts, baseline_NT = _magnitudes(model, ids_NT, None, prefix)
-    by_error = _least_error_ranges(counts, STATIC.bits)
+    counts, baseline_NT = _magnitudes(model, ids_NT, prefix)
+    by_error = _least_error_ranges(counts, STATIC_BITS)
     largest = {name: float(MAGNITUDE_M[count_M > 0].max()) for name, count_M in counts.items()}
     by_damage = least_damage_ranges(model, ids_NT, largest, prefix=prefix, seed=seed, progress=progress)
+    static = linear_scheme(W8A8_STATIC)
 
     def distance(ranges: Ranges) -> float:
-        rounded_NT = scheme_losses(model, STATIC, ids_NT, modules=modules, ranges=ranges, prefix=prefix)
+        rounded_NT = scheme_losses(model, static, ids_NT, modules=modules, ranges=ranges, prefix=prefix)
         return float(np.abs(rounded_NT - baseline_NT).mean())
 
     return by_error, min(by_error, by_damage, key=distance)
@@ -110,11 +150,12 @@ def least_damage_ranges(
     them."""
     layers = linear_layers(model)
     damages = {name: np.zeros(len(SHARES)) for name in largest}
+    args = linear_scheme(W8A8_STATIC).groups[0].input_activations
 
-    def on_linear(text: int, name: str, x_BTE: Tensor, g_BTO: Tensor) -> None:
+    def on_linear(texts: slice, name: str, x_BTE: Tensor, g_BTO: Tensor) -> None:
         g_BTE = g_BTO @ projection_weight(layers[name]).float()
         for number, share in enumerate(SHARES):
-            noise_BTE = rounded_input(STATIC, x_BTE, share * largest[name]) - x_BTE
+            noise_BTE = rounded_input(args, x_BTE, share * largest[name]) - x_BTE
             damages[name][number] += float((g_BTE * noise_BTE).sum(-1).double().square().sum())
 
     read_gradients(model, ids_NT, on_linear, prefix=prefix, seed=seed, progress=progress)
@@ -125,23 +166,15 @@ def _least_error_ranges(counts: Mapping[str, Tensor], bits: int) -> Ranges:
     return {name: least_error_range(MAGNITUDE_M, count_M, bits) for name, count_M in counts.items()}
 
 
-def _magnitudes(
-    model: Any, ids_NT: Tensor, keep: Tensor | None, prefix: Prefix | None
-) -> tuple[dict[str, Tensor], np.ndarray]:
+def _magnitudes(model: Any, ids_NT: Tensor, prefix: Prefix | None) -> tuple[dict[str, Tensor], np.ndarray]:
     """([M] how often each magnitude is read, by linear layer; [N, T - 1] the losses of the same pass)."""
     counts: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2 * HALF_BINS, dtype=torch.int64))
-    keep_BT: Tensor | None = None  # of the texts of this pass
 
     def note(name: str, x_BTE: Tensor) -> None:
-        magnitude = without_kept(x_BTE, keep_BT).detach().float().abs().nan_to_num().flatten()
+        magnitude = x_BTE.detach().float().abs().nan_to_num().flatten()
         bins = (magnitude.log2() * BINS_AN_OCTAVE).floor().clamp(-HALF_BINS, HALF_BINS - 1).long() + HALF_BINS
         counts[name] += bins.bincount(minlength=2 * HALF_BINS).cpu()
 
-    def around_pass(rows: slice) -> contextlib.AbstractContextManager:
-        nonlocal keep_BT
-        keep_BT = None if keep is None else keep[rows]
-        return contextlib.nullcontext()
-
     with entering_rows(model, linear_layers(model), note):
-        baseline_NT = losses(model, ids_NT, prefix=prefix, around_pass=around_pass)
+        baseline_NT = losses(model, ids_NT, prefix=prefix)
     return counts, baseline_NT

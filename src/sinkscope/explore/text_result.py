@@ -18,6 +18,7 @@ from sinkscope.models.anatomy import Neuron
 from sinkscope.pages.text import token_text, visible
 from sinkscope.results.run import read_run
 from sinkscope.results.validated import refused
+from sinkscope.tracing.figures import mean_over_layers
 from sinkscope.tracing.findings import NEEDED
 from sinkscope.tracing.trace import Trace
 
@@ -91,7 +92,7 @@ def from_trace(trace: Trace, before: TextResult | None = None) -> TextResult:
         story=trace.story,
         strongest=findings.strongest[0],
         tokens=[trace.token_text(token) for token in recording.batch.told_apart[0].tolist()],
-        received_T=received_LHT.mean((0, 1)),
+        received_T=recording.of_attention("received").double().numpy().mean((0, 1)),
         sink_rate_T=_where_judged(recording.sink_rate.double().numpy()),
         by_position={
             "attention_received": received_LHT.mean(1),
@@ -128,8 +129,12 @@ def from_run(folder: Path) -> TextResult:
     }
 
     def heads(position: int) -> np.ndarray | None:
-        rows = run.rows("heads", position=position)
-        return np.array([row["attention_received"] for row in rows]).reshape(num_layers, -1) if rows else None
+        if not (rows := run.rows("heads", position=position)):
+            return None
+        received_LH = np.full((num_layers, max(row["head"] for row in rows) + 1), np.nan)
+        for row in rows:
+            received_LH[row["layer"], row["head"]] = row["attention_received"]
+        return received_LH
 
     tokens = run.tables.get("tokens") if run.summary["tokens"]["count"] == 1 else None
     positions = list(range(run.summary["tokens"]["length"]))
@@ -139,8 +144,8 @@ def from_run(folder: Path) -> TextResult:
         story=run.answer,
         strongest=run.strongest,
         tokens=None if tokens is None else tokens["text"],
-        received_T=by_position["attention_received"].mean(0),
-        sink_rate_T=_where_judged(by_position.pop("sink_rate").mean(0)),
+        received_T=mean_over_layers(by_position["attention_received"]),
+        sink_rate_T=_where_judged(mean_over_layers(by_position.pop("sink_rate"))),
         by_position=by_position,
         heads=heads,
         neurons=_from_the_first(run.rows("neurons")),

@@ -23,7 +23,7 @@ from sinkscope.measures.token_preference import (
     probability_ratio,
     uniform_entropy,
 )
-from sinkscope.models.anatomy import anatomy_of, input_device
+from sinkscope.models.anatomy import anatomy_of, check_every_layer, input_device
 from sinkscope.models.loaded import LoadedModel
 from sinkscope.models.token_batches import TokenBatch
 from sinkscope.statistics import bootstrap_mean_interval, bootstrap_tail, rank_correlation
@@ -120,6 +120,7 @@ class BiasMeasurements:
 def measure_bias(loaded: LoadedModel, batch: TokenBatch) -> BiasMeasurement:
     """The preference and the contraction of a model on a batch of random tokens, shared among processes."""
     anatomy = anatomy_of(loaded.model)
+    check_every_layer(anatomy, "The bias of a model")
     _check_size(batch, vocabulary_of(loaded))
     recorder = Recorder(anatomy, contraction_observables(batch.length), joinable=True)
     parts = []

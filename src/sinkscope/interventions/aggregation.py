@@ -27,9 +27,9 @@ from sinkscope.interventions.base import (
     Model,
     Place,
     active,
-    all_layers,
     as_indices,
     hook_on,
+    layers_with_attention,
     one_index,
     together,
 )
@@ -84,7 +84,7 @@ class ChangeAggregation(Intervention):
             model,
             Place(
                 on=BEFORE_NORM if before_norm else AGGREGATION,
-                layers=all_layers(model, layers),
+                layers=layers_with_attention(model, layers),
                 positions=(position,),
                 heads=as_indices(heads),
                 sequences=as_indices(sequences),

@@ -327,6 +327,20 @@ def all_layers(model: Model, layers: int | Sequence[int] | None) -> tuple[int, .
     return tuple(range(len(anatomy_of(bare_model(model)).layers))) if chosen is None else chosen
 
 
+def layers_with_attention(model: Model, layers: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The chosen layers, or all of those with attention; refuses a layer of a hybrid without."""
+    with_attention = [layer.index for layer in anatomy_of(bare_model(model)).attention_layers]
+    chosen = as_indices(layers)
+    if chosen is None:
+        return tuple(with_attention)
+    num_layers = len(anatomy_of(bare_model(model)).layers)
+    if lacking := [layer for layer in chosen if 0 <= layer < num_layers and layer not in with_attention]:
+        raise InputError(
+            f"Layer {lacking[0]} has no attention. Choose among layers {', '.join(map(str, with_attention))}."
+        )
+    return chosen
+
+
 def _checked_layers(anatomy: Anatomy, layers: tuple[int, ...]) -> tuple[int, ...]:
     check_indices("layer", layers, len(anatomy.layers))
     return tuple(sorted(set(layers)))

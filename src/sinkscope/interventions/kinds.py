@@ -54,6 +54,12 @@ class Setting:
     """The neurons that any of them acts on."""
 
     @property
+    def early_layers(self) -> list[int]:
+        """The layers with attention up to `last_layer`; where a hybrid has none so early, the first one."""
+        with_attention = [layer.index for layer in self.anatomy.attention_layers]
+        return [layer for layer in with_attention if layer <= self.last_layer] or with_attention[:1]
+
+    @property
     def free_positions(self) -> list[int]:
         """Positions that no intervention acts on: a control that moves elsewhere takes one of these."""
         return [position for position in range(self.batch.length) if position not in self.positions]
@@ -156,7 +162,7 @@ def _aggregation(formula: str, **side: bool) -> Make:
     def make(setting, values, where):
         from sinkscope.interventions.aggregation import ChangeAggregation
 
-        where = {"layers": range(setting.last_layer + 1), **side, **where}
+        where = {"layers": setting.early_layers, **side, **where}
         return [
             ChangeAggregation(setting.loaded, formula, *value, calibration=setting.calibration, **where)
             for value in values
@@ -170,7 +176,7 @@ def _match(*moments: str) -> Make:
         from sinkscope.interventions.matching import BASELINE, match_moments
 
         where = {
-            "layers": range(setting.last_layer + 1),
+            "layers": setting.early_layers,
             "calibration": setting.calibration,
             **dict.fromkeys(moments, BASELINE),
             **where,
@@ -184,7 +190,7 @@ def _shift_mean_alone(**side: bool) -> Make:
     def make(setting, values, where):
         from sinkscope.interventions.matching import BASELINE, ShiftMeanAlone
 
-        where = {"layers": range(setting.last_layer + 1), "calibration": setting.calibration, **side, **where}
+        where = {"layers": setting.early_layers, "calibration": setting.calibration, **side, **where}
         return [ShiftMeanAlone(setting.loaded, *value, variance=BASELINE, **where) for value in values]
 
     return make

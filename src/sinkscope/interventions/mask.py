@@ -15,8 +15,8 @@ from sinkscope.interventions.base import (
     Intervention,
     Model,
     Place,
-    all_layers,
     as_indices,
+    layers_with_attention,
     one_index,
 )
 from sinkscope.tracing.attention import read_attention
@@ -46,7 +46,7 @@ class ChangeMask(Intervention):
         acts = bool(columns) or mode == "only"
         place = Place(
             on="mask",
-            layers=all_layers(model, layers) if acts else (),
+            layers=layers_with_attention(model, layers) if acts else (),
             positions=rows,
             heads=as_indices(heads),
             sequences=as_indices(sequences),

@@ -93,7 +93,12 @@ def as_neurons(given: NeuronLike | Iterable[NeuronLike]) -> list[Neuron]:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The modules of one block. It has either `down_projection` or `experts`; a shared expert comes with experts."""
+    """The modules of one block, None for those that it lacks.
+
+    Its feed-forward has either `down_projection` or `experts`; a shared expert comes with experts. In a hybrid a layer
+    may have a mixer (a state-space model, linear attention, a convolution) in place of attention or beside it, and may
+    lack the feed-forward.
+    """
 
     index: int
     block: AnyModule
@@ -116,11 +121,31 @@ class Layer:
     """The module that maps a normalised state to the feed-forward's output; None where the block itself does it."""
     activations: tuple[AnyModule, ...]
     """The modules of the activation function: of dense neurons, or of experts and shared ones; may be empty."""
+    mixer_exit: AnyModule | None = None
+    """The module whose output the mixer adds to the residual stream."""
+    mixer_scale: float = 1.0
+
+    @property
+    def has_attention(self) -> bool:
+        return self.attention is not None
+
+    @property
+    def has_feed_forward(self) -> bool:
+        return self.down_projection is not None or self.experts is not None
+
+    @property
+    def mixing_exits(self) -> list[tuple[AnyModule, float]]:
+        """(module, scale) of what is added to the residual stream from other tokens: attention, a mixer, or both."""
+        exits = [(self.attention_exit, self.attention_scale), (self.mixer_exit, self.mixer_scale)]
+        return [(module, scale) for module, scale in exits if module is not None]
 
     def down_weights(self) -> list[tuple[int | None, Tensor]]:
-        """(expert or None, output vectors [E, F]) of every group of neurons, in the order of their indices."""
+        """(expert or None, output vectors [E, F]) of every group of neurons, in the order of their indices; none in a
+        layer without a feed-forward."""
         if self.down_projection is not None:
             return [(None, projection_weight(self.down_projection))]
+        if self.experts is None:
+            return []
         groups: list[tuple[int | None, Tensor]] = list(enumerate(expert_outputs(self.experts)))
         if self.shared_down_projection is not None:
             groups.append((SHARED_EXPERT, projection_weight(self.shared_down_projection)))
@@ -130,6 +155,8 @@ class Layer:
         """[E, F] output vectors of one group of neurons; refuses a group that the layer does not have."""
         groups = dict(self.down_weights())
         if expert not in groups:
+            if not groups:
+                raise InputError(f"Layer {self.index} has no feed-forward, and so no neurons. Name a layer with one.")
             if self.experts is None:
                 raise InputError(
                     f"Layer {self.index} has no experts, so no expert {expert}. Name its neurons as layer:neuron."
@@ -234,12 +261,33 @@ class Anatomy:
     context: int | None
     parallel: bool
 
+    @property
+    def attention_layers(self) -> tuple[Layer, ...]:
+        """The layers with attention: all but in a hybrid."""
+        return tuple(layer for layer in self.layers if layer.has_attention)
+
+    @property
+    def feed_forward_layers(self) -> tuple[Layer, ...]:
+        """The layers with a feed-forward."""
+        return tuple(layer for layer in self.layers if layer.has_feed_forward)
+
+    @property
+    def num_heads_of_all_layers(self) -> int:
+        return len(self.attention_layers) * self.num_heads
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers lack attention or a feed-forward, or have another mixer."""
+        return self.family.parts_of_layers is not None
+
     def row(self) -> dict:
         """The anatomy in words, for people."""
         num_neurons = [sum(weight.shape[1] for _, weight in layer.down_weights()) for layer in self.layers]
         return {
             "family": self.family.name,
             "num_layers": len(self.layers),
+            "layers_with_attention": [layer.index for layer in self.attention_layers],
+            "layers_with_another_mixer": [layer.index for layer in self.layers if layer.mixer_exit is not None],
             "num_heads": self.num_heads,
             "num_key_value_heads": self.num_key_value_heads,
             "width": self.width,
@@ -248,11 +296,13 @@ class Anatomy:
             "post_norm": self.family.post_norm,
             "attention_and_feed_forward_in_parallel": self.parallel,
             "attention_scale": self.family.attention_scale,
+            "mixer_scale": self.family.mixer_scale,
             "feed_forward_scale": self.family.feed_forward_scale,
             "context": self.context,
             "blocks": f"{type(self.decoder).__name__}.{self.family.blocks}",
             "attention": self.family.attention,
             "output_projection": self.family.output_projection,
+            "mixer": self.family.mixer_exit,
             "down_projection": self.family.down_projection,
             "experts": self.family.experts,
             "known_from": "the table of families"
@@ -262,6 +312,19 @@ class Anatomy:
 
     def __repr__(self) -> str:
         return f"Anatomy({', '.join(f'{name}={value!r}' for name, value in self.row().items())})"
+
+
+def check_every_layer(anatomy: Anatomy, what: str) -> None:
+    """Refuses a hybrid for `what`, which needs attention and a feed-forward in every layer and nothing beside them."""
+    if not anatomy.is_hybrid:
+        return
+    differ = [str(i) for i in range(len(anatomy.layers)) if anatomy.family.parts(i) != ("attention", "feed_forward")]
+    listed = ", ".join(differ[:8]) + (", ..." if len(differ) > 8 else "")
+    raise InputError(
+        f"{what} needs attention and a feed-forward in every layer, and no other mixer of tokens. This "
+        f"{anatomy.family.name} model is a hybrid: layers {listed} are otherwise. It can be traced, intervened in and "
+        "audited."
+    )
 
 
 def checked_neurons(anatomy: Anatomy, neurons: Iterable[NeuronLike]) -> dict[Group, tuple[int, ...]]:
@@ -364,7 +427,9 @@ def _family_of(model: AnyModule) -> Family:
 
 def _layer(family: Family, index: int, block: AnyModule) -> Layer:
     """The modules of a block, by the paths of its family; refuses projections that adapters have changed."""
-    experts = _submodule(block, family.experts)
+    parts = family.parts(index)
+    has_feed_forward = "feed_forward" in parts
+    experts = _submodule(block, family.experts) if has_feed_forward else None
     if hasattr(experts, "base_layer"):
         raise _not_plain(index, experts)
     if experts is not None and not is_experts(experts):
@@ -372,29 +437,36 @@ def _layer(family: Family, index: int, block: AnyModule) -> Layer:
             f"The experts of layer {index} ({type(experts).__name__}) lack gate_up_proj, down_proj or a gate. Use "
             "transformers 5.17 or newer, which keeps experts as 3-D parameters."
         )
-    down_projection = None if experts is not None else attrgetter(family.down_projection)(block)
-    output_projection = attrgetter(family.output_projection)(block)
+    attention = output_projection = attention_exit = down_projection = None
+    if "attention" in parts:
+        attention = attrgetter(family.attention)(block)
+        output_projection = attrgetter(family.output_projection)(block)
+        attention_exit = _submodule(block, family.post_attention_norm) or output_projection
+    if has_feed_forward and experts is None:
+        down_projection = attrgetter(family.down_projection)(block)
     shared_down_projection = _submodule(block, family.shared_down_projection) if experts is not None else None
     for projection in (output_projection, down_projection, shared_down_projection):
         if projection is not None and not _is_plain(projection):
             raise _not_plain(index, projection)
-    activations = (_submodule(block, path) for path in family.activations)
+    activations = (_submodule(block, path) for path in family.activations) if has_feed_forward else ()
     return Layer(
         index=index,
         block=block,
-        attention=attrgetter(family.attention)(block),
+        attention=attention,
         output_projection=output_projection,
         down_projection=down_projection,
         experts=experts,
         shared_down_projection=shared_down_projection,
         shared_gate=_submodule(block, family.shared_gate),
         expert_scale=family.expert_scale,
-        post_norm=_submodule(block, family.post_norm),
+        post_norm=_submodule(block, family.post_norm) if has_feed_forward else None,
         attention_scale=family.attention_scale,
         feed_forward_scale=family.feed_forward_scale,
-        attention_exit=_submodule(block, family.post_attention_norm) or output_projection,
-        feed_forward=_submodule(block, family.feed_forward),
+        attention_exit=attention_exit,
+        feed_forward=_submodule(block, family.feed_forward) if has_feed_forward else None,
         activations=tuple(part for part in activations if part is not None),
+        mixer_exit=_submodule(block, family.mixer_exit) if "mixer" in parts else None,
+        mixer_scale=family.mixer_scale,
     )
 
 

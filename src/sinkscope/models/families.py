@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+PARTS = ("attention", "mixer", "feed_forward")
+"""What a layer may add to the residual stream."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -30,9 +33,15 @@ class Family:
     """A norm between the down projection and the residual stream; what neurons write is what leaves it."""
     post_attention_norm: str | None = None
     """A norm between the output projection and the residual stream."""
+    mixer_exit: str | None = None
+    """What a layer has in place of attention or beside it (a state-space model, linear attention, a convolution), or
+    the norm after that: the module whose output is added to the residual stream."""
     attention_scale: float = 1.0
+    mixer_scale: float = 1.0
     feed_forward_scale: float = 1.0
-    """What either is multiplied by where it is added to the residual stream."""
+    """What each is multiplied by where it is added to the residual stream."""
+    parts_of_layers: tuple[tuple[str, ...], ...] | None = None
+    """By layer, which of PARTS it has; None where each layer has attention and a feed-forward."""
     feed_forward: str | None = "mlp"
     """The module that holds the whole feed-forward; None where the block itself carries it out."""
     activations: tuple[str, ...] = ("mlp.act_fn",)
@@ -45,6 +54,10 @@ class Family:
     """Whether attention and feed-forward read the same input and are added together."""
     unsupported: Callable[[Any], str | None] = field(default=lambda config: None)
     """What in a configuration of this family cannot be honoured, if anything."""
+
+    def parts(self, layer: int) -> tuple[str, ...]:
+        """Which of PARTS a layer has."""
+        return ("attention", "feed_forward") if self.parts_of_layers is None else self.parts_of_layers[layer]
 
     def row(self) -> dict:
         """The family as a row of the table that people see."""

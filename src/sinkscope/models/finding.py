@@ -6,17 +6,19 @@ A pass of a few tokens, with a hook on every module of the decoder, records what
 - attention: the module of a block in which scaled dot-product attention (or a softmax over keys) is computed;
 - output projection: the first linear layer of that module afterwards;
 - feed-forward: the last linear layer of a block outside its attention, or its experts;
-- norms after either: the modules that get just what these give.
+- mixer: in hybrids, the module of a block that reads other tokens without attention (a state-space model, say): given
+  the tokens in another order it gives something else, and a feed-forward does not;
+- norms after each: the modules that get just what these give.
 
-The proof is arithmetic on the same tensors: what leaves a block is what enters it, plus what attention adds, plus what
-the feed-forward adds, and the feed-forward reads the one or the other. What does not add up is refused, with its sum.
+The proof is arithmetic on the same tensors: what leaves a block is what enters it, plus what its parts add, and the
+feed-forward reads the one or the other. What does not add up is refused, with its sum.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import InputError
 from sinkscope.models.experts import Routing, given_by_experts, is_experts, routing_of, written_by_experts
-from sinkscope.models.families import Family
+from sinkscope.models.families import PARTS, Family
 from sinkscope.models.loaded import without_head
 
 SHAPE = (2, 8)
@@ -55,6 +57,7 @@ class Call:
     """Of the module, below the decoder."""
     module: nn.Module
     order: int
+    arguments: tuple[tuple, dict[str, Any]] = ((), {})
     state_in: Tensor | None = None
     """The first argument or `hidden_states`, where that is a tensor."""
     state_out: Tensor | None = None
@@ -120,10 +123,12 @@ def _find(model: Any) -> Family:
     blocks_path, num_blocks = _blocks(decoder, config.num_hidden_layers)
     calls, attentions = _record(decoder)
     blocks = [_Block(f"{blocks_path}.{index}", calls, attentions) for index in range(num_blocks)]
-    without = [str(index) for index, block in enumerate(blocks) if not block.attentions]
-    if without:
-        layers = ", ".join(without[:8]) + (", ..." if len(without) > 8 else "")
-        raise NotFoundError(f"no attention over all keys is computed in layer {layers}, and every layer needs one")
+    if not any(block.attentions for block in blocks):
+        raise InputError(
+            f"No layer of this {config.model_type} model computes attention over keys, so it has no attention sink. "
+            "Massive activations it may have: give the hidden states of a pass to "
+            "sinkscope.measures.dimension_disparity."
+        )
     fields = [block.fields(config) for block in blocks]
     last_state = blocks[-1].whole.left
     outside = (call for call in calls if not _is_within(call.path, blocks_path))
@@ -157,43 +162,39 @@ def _merged(fields: list[dict[str, Any]], config: Any) -> dict[str, Any]:
     """One row for all blocks. Blocks may lack a part that others have, but not have it elsewhere."""
     row: dict[str, Any] = {}
     for name in fields[0]:
+        if name == "parts":
+            continue
         values = {field[name] for field in fields} - {None}
         if name == "aggregation_width":
             if len(values) > 1:
                 raise NotFoundError(f"its value aggregations have {sorted(values)} channels, each layer its own")
         elif name == "activations":
             row[name] = tuple(sorted(set().union(*values)))
-        elif name == "scales":
-            row["attention_scale"], row["feed_forward_scale"] = _one_pair(values, config)
-        elif name == "expert_scale":
-            row[name] = _one_scale(values or {1.0}, config)
+        elif name.endswith("_scale"):
+            row[name] = _one_scale(name.removesuffix("_scale").replace("_", "-"), values, config)
         elif len(values) > 1:
             raise NotFoundError(f"its blocks differ in {name.replace('_', ' ')}: {', '.join(map(str, values))}")
         else:
             row[name] = next(iter(values), None)
     if row["down_projection"] is None:
         row["down_projection"] = Family.down_projection  # all blocks have experts
-    is_parallel = row["parallel"]
-    return row | {"parallel": lambda config: is_parallel}
+    is_parallel = bool(row["parallel"])
+    parts = tuple(field["parts"] for field in fields)
+    is_hybrid = set(parts) != {("attention", "feed_forward")}
+    return row | {"parallel": lambda config: is_parallel, "parts_of_layers": parts if is_hybrid else None}
 
 
-def _one_pair(pairs: set[tuple[float, float]], config: Any) -> tuple[float, float]:
-    """The scales of attention and feed-forward, of the pairs that were fitted block by block.
+def _one_scale(part: str, scales: set[float], config: Any) -> float:
+    """The scale of a part, of those that were fitted block by block.
 
-    A fit is as exact as the model's type: to 2 % in bfloat16. The configuration's own number is
-    taken where it says one.
+    A fit is as exact as the model's type: to 2 % in bfloat16. The configuration's own number is taken where it says
+    one.
     """
-    middle = sorted(pairs)[len(pairs) // 2]
-    if any(abs(one - other) > FITTED * abs(other) for pair in pairs for one, other in zip(pair, middle, strict=True)):
-        raise NotFoundError(f"its blocks scale attention and feed-forward by different numbers: {sorted(pairs)[:4]}")
-    return _stated(middle[0], config), _stated(middle[1], config)
-
-
-def _one_scale(scales: set[float], config: Any) -> float:
-    """What experts are multiplied by, of the numbers that were fitted block by block."""
+    if not scales:
+        return 1.0
     middle = sorted(scales)[len(scales) // 2]
     if any(abs(scale - middle) > FITTED * abs(middle) for scale in scales):
-        raise NotFoundError(f"its blocks scale their experts by different numbers: {sorted(scales)[:4]}")
+        raise NotFoundError(f"its blocks scale {part} by different numbers: {sorted(scales)[:4]}")
     return _stated(middle, config)
 
 
@@ -227,38 +228,32 @@ class _Block:
 
     def fields(self, config: Any) -> dict[str, Any]:
         """The fields of a family's row, proven on this block."""
-        if len(self.attentions) > 1:
-            raise NotFoundError(f"attention is computed {len(self.attentions)} times in {self.path}")
-        attention = self.attentions[0]
-        if not hasattr(sys.modules[type(attention.module).__module__], "ALL_ATTENTION_FUNCTIONS"):
-            name = type(attention.module).__name__
-            raise NotFoundError(f"its {name} does not ask the attention interface of transformers")
-        inside = [call for call in self.calls if _is_within(call.path, attention.path)]
-        fed = [call for call in self.calls if not _is_within(call.path, attention.path)]
-        projection = next((call for call in inside if call.order > attention.order and _is_linear(call)), None)
-        if projection is None:
-            raise NotFoundError(f"no linear layer follows attention in {attention.path}")
-        self._check_heads(attention, projection, config)
+        attention = self._attention()
+        projection = None if attention is None else self._output_projection(attention, config)
+        mixer, feed_forwards = self._branches(attention)
+        fed = [call for call in self.calls if any(_is_within(call.path, branch.path) for branch in feed_forwards)]
+        outside = [call for call in self.calls if attention is None or not _is_within(call.path, attention.path)]
 
         experts = next((call for call in fed if call.routing is not None), None)
         down = next((call for call in reversed(fed) if _is_linear(call) and self._is_as_wide(call)), None)
         writer = experts or down
-        if writer is None:
-            raise NotFoundError(f"no feed-forward was found in {self.path}")
-        feed_forward = self._feed_forward(writer, attention)
-        given, mixture = (feed_forward or writer).left, _Mixture()
-        if experts is not None:
-            given, mixture = self._mixture(experts, feed_forward, down, fed)
-        elif down is not None and not _equal(down.given, given):
-            raise NotFoundError(f"{(feed_forward or writer).path} changes what its {_last(down)} gives")
+        feed_forward = None if writer is None else self._holding(writer, feed_forwards)
+        written, mixture = self._written(feed_forward, experts, down, fed)
         if mixture.is_outside:
             feed_forward = None
 
-        attention_norm = self._norm_of(projection.left, fed)
-        feed_forward_norm = self._norm_of(given, fed)
-        attended = (attention_norm or projection).given
-        scales = self._scales(attended, feed_forward_norm.given if feed_forward_norm else given)
-        reader = feed_forward or next(call for call in fed if _is_linear(call))
+        # What each part adds, and the norm through which it goes.
+        ends = {"attention": projection and projection.left, "mixer": mixer and mixer.left, "feed_forward": written}
+        added = {part: state for part, state in ends.items() if state is not None}
+        norms = {part: self._norm_of(state, outside) for part, state in added.items()}
+        if projection is not None:
+            added["attention"] = projection.given
+        added |= {part: norm.given for part, norm in norms.items() if norm is not None}
+        scales = self._scales(added)
+        mixed = [scales[part] * state for part, state in added.items() if part != "feed_forward"]
+        is_parallel = None
+        if written is not None and mixed:
+            is_parallel = self._is_parallel(mixed, feed_forward or next(call for call in fed if _is_linear(call)))
         return {
             "attention": self._name(attention),
             "output_projection": self._name(projection),
@@ -267,13 +262,15 @@ class _Block:
             "shared_down_projection": self._name(mixture.shared),
             "shared_gate": self._name(mixture.gate),
             "expert_scale": mixture.scale if experts else None,
-            "post_norm": self._name(feed_forward_norm),
-            "post_attention_norm": self._name(attention_norm),
+            "mixer_exit": self._name(norms.get("mixer") or mixer),
+            "post_norm": self._name(norms.get("feed_forward")),
+            "post_attention_norm": self._name(norms.get("attention")),
             "feed_forward": self._name(feed_forward),
             "activations": frozenset(self._name(call) for call in fed if _is_activation(call)),
-            "parallel": self._is_parallel(scales[0] * attended, reader),
-            "scales": scales,
-            "aggregation_width": projection.entered.shape[-1],
+            "parallel": is_parallel,
+            **{f"{part}_scale": scales.get(part) for part in PARTS},
+            "aggregation_width": None if projection is None else projection.entered.shape[-1],
+            "parts": tuple(added),
         }
 
     def _name(self, call: Call | None) -> str | None:
@@ -283,19 +280,76 @@ class _Block:
     def _is_as_wide(self, call: Call) -> bool:
         return call.state_out is not None and call.state_out.shape[-1] == self.width
 
-    def _feed_forward(self, writer: Call, attention: Call) -> Call | None:
-        """The largest module of the block that holds what writes, and not the attention."""
+    def _attention(self) -> Call | None:
+        """The call of attention; None in a block without."""
+        if not self.attentions:
+            return None
+        if len(self.attentions) > 1:
+            raise NotFoundError(f"attention is computed {len(self.attentions)} times in {self.path}")
+        attention = self.attentions[0]
+        if not hasattr(sys.modules[type(attention.module).__module__], "ALL_ATTENTION_FUNCTIONS"):
+            name = type(attention.module).__name__
+            raise NotFoundError(f"its {name} does not ask the attention interface of transformers")
+        return attention
+
+    def _output_projection(self, attention: Call, config: Any) -> Call:
+        """The linear layer that attention ends with."""
+        inside = [call for call in self.calls if _is_within(call.path, attention.path)]
+        after = [call for call in inside if call.order > attention.order and _is_linear(call)]
+        projection = next((call for call in after if self._is_as_wide(call)), None)
+        if projection is None:
+            raise NotFoundError(f"no linear layer follows attention in {attention.path}")
+        self._check_heads(attention, projection, config)
+        return projection
+
+    def _branches(self, attention: Call | None) -> tuple[Call | None, list[Call]]:
+        """(mixer, the others) of the outermost modules beside attention that end in a linear layer or experts."""
+        branches: list[Call] = []
         for call in self.calls:  # an outer module is called before what it holds
-            if call is not writer and _is_within(writer.path, call.path) and not _is_within(attention.path, call.path):
-                return call
-        return None
+            is_beside = attention is None or not (
+                _is_within(call.path, attention.path) or _is_within(attention.path, call.path)
+            )
+            is_outermost = not any(_is_within(call.path, branch.path) for branch in branches)
+            if is_beside and is_outermost and self._writes(call):
+                branches.append(call)
+        if attention is not None and len(branches) == 1:
+            return None, branches
+        mixers = [branch for branch in branches if not _is_by_token(branch)]
+        if len(mixers) > 1:
+            raise NotFoundError(
+                f"{len(mixers)} modules of {self.path} beside attention mix tokens: "
+                f"{', '.join(str(self._name(mixer)) for mixer in mixers)}"
+            )
+        return (mixers[0] if mixers else None), [branch for branch in branches if branch not in mixers]
+
+    def _writes(self, branch: Call) -> bool:
+        """Whether a module holds, or is, what may write to the residual stream."""
+        within = (call for call in self.calls if _is_within(call.path, branch.path))
+        return any(call.routing is not None or _is_linear(call) for call in within)
+
+    def _holding(self, writer: Call, feed_forwards: list[Call]) -> Call | None:
+        """The feed-forward that holds what writes; None where the block itself carries it out."""
+        return next((call for call in feed_forwards if call is not writer and _is_within(writer.path, call.path)), None)
+
+    def _written(
+        self, feed_forward: Call | None, experts: Call | None, down: Call | None, fed: list[Call]
+    ) -> tuple[Tensor | None, _Mixture]:
+        """What the feed-forward gives, and how it adds up; nothing in a block without."""
+        if experts is not None:
+            return self._mixture(experts, feed_forward, down, fed)
+        if down is None:
+            return None, _Mixture()
+        given = (feed_forward or down).left
+        if not _equal(down.given, given):
+            raise NotFoundError(f"{(feed_forward or down).path} changes what its {_last(down)} gives")
+        return given, _Mixture()
 
     def _norm_of(self, state: Tensor, calls: list[Call]) -> Call | None:
         """The module with parameters that gets just this state."""
         return next((call for call in calls if _same(call.state_in, state) and _has_parameters(call)), None)
 
     def _check_heads(self, attention: Call, projection: Call, config: Any) -> None:
-        """The output projection reads the heads as attention gives them: in order, and nothing else."""
+        """The output projection reads the heads as attention gives them: in order, and nothing else but a gate."""
         if attention.state_out is None:  # written out by the model, step by step: the receipt compares what it gives
             return
         num_heads = attention.left.shape[1]
@@ -306,7 +360,7 @@ class _Block:
         read = projection.entered.reshape(*SHAPE, num_heads, -1)
         # Attention may have been given values that are padded to the width of keys.
         heads = attention.left.transpose(1, 2)[..., : read.shape[-1]]
-        if not _equal(read, heads):
+        if not _equal(read, heads) and not _is_gated(read, heads):
             raise NotFoundError(f"{self._name(projection)} reads something else than the heads of attention, in order")
 
     def _mixture(
@@ -347,35 +401,67 @@ class _Block:
                 return scale
         raise NotFoundError(f"{whole.path} gives something else than the sum of its experts")
 
-    def _scales(self, attended: Tensor, written: Tensor) -> tuple[float, float]:
-        """What attention and feed-forward are multiplied by where they are added to the residual stream; refuses a
-        block whose output is no such sum."""
-        columns = torch.stack([_plain(attended), _plain(written)], dim=1)
+    def _scales(self, added: dict[str, Tensor]) -> dict[str, float]:
+        """By part, what it is multiplied by where it is added to the residual stream; refuses a block whose output is
+        no such sum."""
         entered, left = _plain(self.whole.entered), _plain(self.whole.left)
         change = left - entered
-        # One is by far the most frequent, and tried first: where one of the two is nearly zero a fit says nothing.
+        columns = torch.stack([_plain(state) for state in added.values()] or [torch.zeros_like(entered)], dim=1)
+        # One is by far the most frequent, and tried first: where a part is nearly zero a fit says nothing.
         fitted = torch.linalg.lstsq(columns, change[:, None]).solution.flatten()
         for scales in (torch.ones_like(fitted), fitted):
             if _equal(left, entered + columns @ scales, self.whole.left.dtype):
-                return float(f"{scales[0]:.5g}"), float(f"{scales[1]:.5g}")
+                return {part: float(f"{scale:.5g}") for part, scale in zip(added, scales, strict=False)}
         rest = float((change - columns @ fitted).abs().max() / change.abs().max().clamp(min=1e-30))
         raise NotFoundError(
-            f"what leaves {self.path} is not what enters it plus what attention and feed-forward give; nearest is "
-            f"{fitted[0]:.3g} and {fitted[1]:.3g} times these, with {rest:.1%} of the change left over"
+            f"what leaves {self.path} is not what enters it plus what {_in_words(added)} give; nearest is "
+            f"{' and '.join(f'{scale:.3g}' for scale in fitted)} times these, with {rest:.1%} of the change left over"
         )
 
-    def _is_parallel(self, attended: Tensor, reader: Call) -> bool:
-        """Whether the feed-forward reads what enters the block, and not that plus attention."""
+    def _is_parallel(self, mixed: list[Tensor], reader: Call) -> bool:
+        """Whether the feed-forward reads what enters the block, and not that plus what attention and mixers add."""
         norms = (call for call in reversed(self.calls) if call is not reader and _same(call.state_out, reader.state_in))
         source = next(norms, reader)
-        read = source.entered
-        if _equal(read, self.whole.entered):
+        read, entered = source.entered, self.whole.entered
+        if _equal(read, entered):
             return True
-        if _equal(read, self.whole.entered + attended.reshape(self.whole.entered.shape)):
+        if _equal(read, entered + sum(state.reshape(entered.shape) for state in mixed)):
             return False
         raise NotFoundError(
             f"the feed-forward of {self.path} reads neither what enters the block nor that plus attention"
         )
+
+
+def _in_words(parts: Iterable[str]) -> str:
+    return " and ".join(part.replace("_", "-") for part in parts) or "nothing"
+
+
+def _is_by_token(branch: Call) -> bool:
+    """Whether what a module gives for a token depends on that token alone: with the tokens in the reverse order it
+    gives the same in the reverse order."""
+    state, left = branch.entered, branch.left
+    args, kwargs = branch.arguments
+    turned = _turned(state).reshape(state.shape)
+    with torch.no_grad(), _in_evaluation_mode(branch.module):
+        if args:
+            output = branch.module(turned, *args[1:], **kwargs)
+        else:
+            output = branch.module(**kwargs | {"hidden_states": turned})
+    given = output[0] if isinstance(output, tuple) else output
+    return _equal(left, _turned(given))
+
+
+def _turned(state: Tensor) -> Tensor:
+    """[B, T, ...] with the last token first."""
+    return state.reshape(*SHAPE, -1).flip(1)
+
+
+def _is_gated(read: Tensor, heads: Tensor) -> bool:
+    """Whether each value of the heads is multiplied by a number between 0 and 1, as by a sigmoid."""
+    slack = TOLERANCE.get(read.dtype, TOLERANCE[torch.bfloat16]) * heads.abs().max()
+    shrinks = read.abs() <= heads.abs() + slack
+    keeps_sign = read * heads >= -(slack**2)
+    return bool((shrinks & keeps_sign).all())
 
 
 def _record(decoder: nn.Module) -> tuple[list[Call], list[Call]]:
@@ -390,7 +476,8 @@ def _record(decoder: nn.Module) -> tuple[list[Call], list[Call]]:
             if threading.get_ident() != thread:
                 return
             state = args[0] if args else kwargs.get("hidden_states")
-            call = Call(path, module, len(calls), state_in=state if isinstance(state, Tensor) else None)
+            state = state if isinstance(state, Tensor) else None
+            call = Call(path, module, len(calls), (args, kwargs), state)
             if is_experts(module):
                 call.routing = routing_of(module, args, kwargs)
             calls.append(call)

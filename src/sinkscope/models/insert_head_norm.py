@@ -34,7 +34,7 @@ NAME = "head_norm"
 def insert_head_norm(
     model: Model, *, per_head: bool = True, offset: bool = True, fixed: bool = False, initial_lambda: float = 1.0
 ) -> list[HeadRMSNorm]:
-    """Puts HeadRMSNorm before every output projection, and returns the norms, one per layer.
+    """Puts HeadRMSNorm before every output projection, and returns the norms, one per layer with attention.
 
     `model` is changed in place: the lambdas of the norms are parameters of it. `remove_head_norm` undoes it exactly. To
     train from a random start, give `initial_lambda=0.25` (see HeadRMSNorm). Insert norms before a model is wrapped in
@@ -51,12 +51,12 @@ def insert_head_norm(
             "This model is tensor-parallel: each process has some of the heads, and the norm would need all. Use FSDP2 "
             "(fully_shard) or DDP."
         )
-    projections = [layer.output_projection for layer in anatomy.layers]
+    projections = [layer.output_projection for layer in anatomy.attention_layers]
     if any(hasattr(projection, NAME) for projection in projections):
         raise InputError("The model has head-wise RMSNorm already. Call remove_head_norm(model) first.")
     options = {"per_head": per_head, "offset": offset, "fixed": fixed, "initial_lambda": initial_lambda}
     norms = []
-    for layer, projection in zip(anatomy.layers, projections, strict=True):
+    for layer, projection in zip(anatomy.attention_layers, projections, strict=True):
         num_channels = layer.output_projection_weight().shape[1]
         norm = HeadRMSNorm(anatomy.num_heads, num_channels // anatomy.num_heads, **options)
         # Lambdas are few and small steps matter to them, so they stay in float32 whatever the weights are in.
@@ -80,7 +80,7 @@ def insert_head_norm(
 
 def remove_head_norm(model: Model) -> None:
     """Takes the norms out again. If the model was not trained meanwhile, it computes what it did before, to the bit."""
-    for layer in anatomy_of(model).layers:
+    for layer in anatomy_of(model).attention_layers:
         norm = getattr(layer.output_projection, NAME, None)
         if norm is None:
             raise InputError(

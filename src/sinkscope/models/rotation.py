@@ -185,7 +185,9 @@ def _writing_weights(anatomy: Anatomy) -> Iterator[tuple[Tensor, int]]:
 
 
 def _check_norms(anatomy: Anatomy) -> None:
-    """Refuses norms and projections between the stream and what writes it."""
+    """Refuses other mixers than attention, and norms and projections between the stream and what writes it."""
+    if mixers := [layer for layer in anatomy.layers if layer.mixer_exit is not None]:
+        raise RotationError(f"a {type(mixers[0].mixer_exit).__name__} writes it in layer {mixers[0].index}")
     for layer in anatomy.layers:
         if layer.post_norm is not None or layer.attention_exit is not layer.output_projection:
             raise RotationError(

@@ -193,9 +193,11 @@ def _layers(findings: Findings, position: int) -> dict[str, Tensor | list[float]
 
 def _top_shares(findings: Findings, neurons_L: Tensor) -> list[float]:
     """[L] the energy share of the top dimension in the output vector of each layer's strongest neuron."""
-    layers = findings.recording.anatomy.layers
-    vectors = [layer.output_vectors(neuron[None].cpu()) for layer, neuron in zip(layers, neurons_L, strict=True)]
-    return [float(channel_sparsity(vector.cpu()).top_share) for vector in vectors]
+    shares = [math.nan] * len(neurons_L)
+    for layer in findings.recording.anatomy.feed_forward_layers:
+        vector = layer.output_vectors(neurons_L[layer.index][None].cpu())
+        shares[layer.index] = float(channel_sparsity(vector.cpu()).top_share)
+    return shares
 
 
 def _positive_queries(findings: Findings, position: int) -> list[float]:
@@ -203,11 +205,12 @@ def _positive_queries(findings: Findings, position: int) -> list[float]:
 
     NaN in layers where the position is not among the few, Q, whose keys a layer was asked about.
     """
-    positive_LHQ, _ = findings.lock
-    at_LQ = findings.lock_positions == position
-    shares = []
-    for positive_HQ, at_Q in zip(positive_LHQ, at_LQ, strict=True):
-        shares.append(float(positive_HQ[:, at_Q].mean()) if bool(at_Q.any()) else math.nan)
+    positive_AHQ, _ = findings.lock
+    at_AQ = findings.lock_positions == position
+    shares = [math.nan] * findings.recording.num_layers
+    for layer, positive_HQ, at_Q in zip(findings.recording.attention_layers, positive_AHQ, at_AQ, strict=True):
+        if bool(at_Q.any()):
+            shares[layer] = float(positive_HQ[:, at_Q].mean())
     return shares
 
 

@@ -70,7 +70,9 @@ class Run:
         bos = ", BOS first" if tokens["bos"] else ""
         many = "one sequence" if tokens["count"] == 1 else f"{tokens['count']} sequences"
         sequences = f"{many} of {tokens['length']} {tokens['kind']} tokens{bos}"
-        return f"{self.summary['family']}, {self.summary['num_layers']} layers; {sequences}"
+        num_layers, with_attention = self.summary["num_layers"], self.summary.get("attention_layers")
+        layers = f"{num_layers} layers" + (f", {len(with_attention)} with attention" if with_attention else "")
+        return f"{self.summary['family']}, {layers}; {sequences}"
 
     @property
     def label(self) -> str:
@@ -229,8 +231,11 @@ def appearance_layers(summary: Mapping) -> list[int]:
 
 
 def curve_layers(summary: Mapping) -> list[int]:
-    """The first layer, and the one where disparity appears, or else the one before the sink."""
-    return sorted({0, *(appearance_layers(summary)[:1] or [before_the_sink(summary)])})
+    """The first layer, and the one where disparity appears, or else the one before the sink; in a hybrid the layers
+    with attention that are nearest to these."""
+    with_attention = summary.get("attention_layers") or range(summary["num_layers"])
+    layers = {0, *(appearance_layers(summary)[:1] or [before_the_sink(summary)])}
+    return sorted({min(with_attention, key=lambda near, layer=layer: abs(near - layer)) for layer in layers})
 
 
 def before_the_sink(summary: Mapping) -> int:

@@ -20,7 +20,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.calibration import MIN_CALIBRATION
 from sinkscope.interventions.plan import Plan, make_plan
 from sinkscope.measures.sink_score import MIN_SINK_RATE, are_sinks
-from sinkscope.models.anatomy import Neuron, anatomy_of
+from sinkscope.models.anatomy import Neuron, anatomy_of, check_every_layer
 from sinkscope.models.loaded import LoadedModel, ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.rotation import RotationError, rotate
@@ -228,6 +228,7 @@ def study(
     of the file `text` or one that ships with the package. `parts` keeps finished conditions for an interrupted run.
     """
     loaded = load(model)
+    check_every_layer(anatomy_of(loaded.model), "A study")
     check_study(length, num_sequences)
     if not (hasattr(loaded.model, "config") and hasattr(loaded.model, "get_output_embeddings")):
         raise InputError(

@@ -139,7 +139,7 @@ def attention_hook(anatomy: Anatomy, on_attention: OnAttention, *, every_thread:
     hook = _AttentionHook(
         decoder=anatomy.decoder,
         config=getattr(anatomy.decoder, "config", None),
-        layer_of={id(layer.attention): layer.index for layer in anatomy.layers},
+        layer_of={id(layer.attention): layer.index for layer in anatomy.attention_layers},
         on_attention=on_attention,
         depth=depth(),
         thread=None if every_thread else threading.get_ident(),
@@ -180,7 +180,7 @@ def _open_door(anatomy: Anatomy, undo: contextlib.ExitStack) -> None:
         undo.callback(_name_back, config)
     if door != "registry":
         marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_device(anatomy))
-        for layer in anatomy.layers:
+        for layer in anatomy.attention_layers:
             calls = _CallsOfLayer(anatomy, layer, marker)
             undo.callback(calls.close)
             undo.callback(layer.attention.register_forward_pre_hook(OwnHook(calls.enter, layer.attention)).remove)

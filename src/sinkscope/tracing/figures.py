@@ -101,6 +101,11 @@ def by_layer_and_position(run: Run, name: str) -> np.ndarray:
     return floats(run.tables["positions"][name]).reshape(run.summary["num_layers"], -1)
 
 
+def mean_over_layers(values_LT: np.ndarray) -> np.ndarray:
+    """[T] the mean over those layers that have numbers: in a hybrid, layers without attention have none."""
+    return values_LT[np.isfinite(values_LT).any(1)].mean(0)
+
+
 def _variance(run: Run) -> Figure:
     applicable = run.summary.get("variance_ratio") is not None
     name = "value_variance" if applicable else "second_moment"
@@ -272,7 +277,7 @@ def sink_rates(run: Run) -> tuple[list[int], list, list, list]:
         measured = [row for row in measured if is_drawn(run, row["position"])]
         positions, rates, low, high = ([row[name] for row in measured] for name in ("position", "rate", "low", "high"))
         return positions, rates, low, high
-    means = by_layer_and_position(run, "sink_rate").mean(0)
+    means = mean_over_layers(by_layer_and_position(run, "sink_rate"))
     positions = [position for position in np.flatnonzero(np.isfinite(means)).tolist() if is_drawn(run, position)]
     return positions, means[positions].tolist(), [None] * len(positions), [None] * len(positions)
 
@@ -313,7 +318,7 @@ def _received(run: Run) -> Figure:
 
 def _received_unjudged(run: Run) -> Figure:
     """The panel of a text that is too short for a sink rate: attention received itself."""
-    means = by_layer_and_position(run, "attention_received").mean(0)
+    means = mean_over_layers(by_layer_and_position(run, "attention_received"))
     positions = np.flatnonzero(np.isfinite(means)).tolist()
     means = means[positions].tolist()
     return Figure(

@@ -117,6 +117,7 @@ class Findings:
         low, high = bootstrap_mean_interval(rates_BS[:, sinks_N].numpy()) if len(sinks_N) else ([], [])
         rate_LN = recording.reduced("head_sink_rate", lambda rate_HS: rate_HS[:, sinks_N].mean(0))
         received_LN = recording.reduced("received", lambda received_HS: received_HS[:, sinks_N].mean(0))
+        received_AN = received_LN[recording.attention_layers]
         sinks = []
         for number, index in enumerate(sinks_N.tolist()):
             in_sequences = rates_BS[:, index] >= MIN_SINK_RATE
@@ -129,7 +130,7 @@ class Findings:
                     low=float(low[number]),
                     high=float(high[number]),
                     layers=(rate_LN[:, number] >= MIN_SINK_RATE).nonzero().flatten().tolist(),
-                    mean_attention=float(received_LN[:, number].mean()),
+                    mean_attention=float(received_AN[:, number].mean()),
                 )
             )
         return sorted(sinks, key=lambda sink: -sink.rate)
@@ -143,7 +144,7 @@ class Findings:
     @cached_property
     def most_attended(self) -> tuple[int, float]:
         """(position, sink rate) of the key among them that receives the most attention over all layers and heads."""
-        return self._foremost(self.recording["received"].mean((0, 1)))
+        return self._foremost(self.recording.of_attention("received").mean((0, 1)))
 
     def _foremost(self, weight_S: Tensor) -> tuple[int, float]:
         eligible_S = eligible_positions(self.recording.batch.length)[self.recording.keys]
@@ -213,12 +214,10 @@ class Findings:
         """[L] share of each layer's heads and sequences that count a key as a sink; NaN in layers without attention,
         and where the key was not recorded."""
         recording = self.recording
-        rate_L = torch.full((recording.num_layers,), float("nan"))
-        if position in recording.keys.tolist():
-            key = int((recording.keys == position).nonzero()[0])
-            layers = sorted(recording.at_layers("head_sink_rate"))
-            rate_L[layers] = recording.reduced("head_sink_rate", lambda rate_HS: rate_HS[:, key].mean()).float()
-        return rate_L
+        if position not in recording.keys.tolist():
+            return torch.full((recording.num_layers,), float("nan"))
+        key = int((recording.keys == position).nonzero()[0])
+        return recording.reduced("head_sink_rate", lambda rate_HS: rate_HS[:, key].mean()).float()
 
     @property
     def appears_in(self) -> list[int]:
@@ -344,17 +343,20 @@ class Findings:
 
     @cached_property
     def output_channel_norms(self) -> Tensor:
-        """[L, C] norms of the columns of the output projection, one for each channel of the aggregation."""
-        return torch.stack([layer.aggregation_channel_norms().cpu() for layer in self.recording.anatomy.layers])
+        """[A, C] norms of the columns of the output projection, one for each channel of the aggregation, of the layers
+        with attention."""
+        layers = self.recording.anatomy.attention_layers
+        return torch.stack([layer.aggregation_channel_norms().cpu() for layer in layers])
 
     @cached_property
     def lock(self) -> tuple[Tensor, Tensor]:
-        """([L, H, Q] positive queries, [L, H, Q] lock share) at `lock_positions`; see `read_lock`."""
+        """([A, H, Q] positive queries, [A, H, Q] lock share) at `lock_positions`, of the layers with attention; see
+        `read_lock`."""
         return read_lock(self.recording.anatomy, list(self.recording.at_layers("lock").values()))
 
     @cached_property
     def lock_positions(self) -> Tensor:
-        """[L, Q] the positions at which the lock was measured."""
+        """[A, Q] the positions at which the lock was measured."""
         return torch.stack([rows.positions_Q.cpu() for rows in self.recording.at_layers("lock").values()])
 
     def dom_ratio_at(self, position: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sinkscope.models.anatomy import Layer
+from sinkscope.models.anatomy import AnyModule, Layer
 from sinkscope.models.sharded import unsharded
 from sinkscope.tracing.attention import read_attention
 from sinkscope.tracing.attention_hook import attention_hook
@@ -133,13 +133,14 @@ class _LayerHooks:
             request = passing.request if HookPoint.ATTENTION in points else ReadingRequest(keys=NO_KEYS)
             if HookPoint.ATTENTION in points and layer not in self.calls:
                 # The attention function was called, but the hook on the attention's module was not.
-                stray = min(points_of.keys() - self.attended, default=layer)
+                asked = {index for index, points in points_of.items() if HookPoint.ATTENTION in points}
+                stray = min(asked - self.attended, default=layer)
                 outside = f"Layer {stray} ran attention outside `{passing.anatomy.family.attention}`."
                 raise RuntimeError(f"{outside} {blame(passing.anatomy)}")
             self.attended.add(layer)
             if passing.weigh_mixing and HookPoint.ATTENTION in points:
                 survey = passing.survey
-                weights_KS = value_variance(value) if survey is None else survey.value_variance_LKS[layer]
+                weights_KS = value_variance(value) if survey is None else survey.value_variance_KS[layer]
                 request = replace(request, key_weights=weights_KS)
             reading, passing.attention_path = read_attention(query, key, value, rule, request)
             if HookPoint.ATTENTION in points:
@@ -203,16 +204,25 @@ class _LayerHooks:
 
 
 def between_parts(layer: Layer, stack: contextlib.ExitStack, on_residual: Callable[[Tensor], None]) -> None:
-    """Calls `on_residual` with the residual stream [B, T, E] after the layer's attention, until the stack is closed."""
-    entered: list[Tensor] = []
+    """Calls `on_residual` with the residual stream [B, T, E] after the layer's attention, or mixer, or both, until the
+    stack is closed."""
+    waiting: list[AnyModule] = []
+    states: list[Tensor] = []
 
     def enter(module, args, kwargs) -> None:
-        entered[:] = [entering(args, kwargs)]
+        waiting[:] = [part for part, _ in layer.mixing_exits]
+        states[:] = [entering(args, kwargs)]
 
-    def leave_attention(module, args, output) -> None:
-        state_BTE = entered.pop()
-        attended_BTE = leaving(output).reshape(state_BTE.shape)
-        on_residual(state_BTE + (attended_BTE * layer.attention_scale if layer.attention_scale != 1 else attended_BTE))
+    def leave_part(scale: float):
+        def hook(module, args, output) -> None:
+            added_BTE = leaving(output).reshape(states[0].shape)
+            states[0] = states[0] + (added_BTE * scale if scale != 1 else added_BTE)
+            waiting.remove(module)
+            if not waiting:
+                on_residual(states.pop())
+
+        return hook
 
     stack.callback(layer.block.register_forward_pre_hook(in_this_thread(enter), with_kwargs=True).remove)
-    stack.callback(layer.attention_exit.register_forward_hook(in_this_thread(leave_attention)).remove)
+    for part, scale in layer.mixing_exits:
+        stack.callback(part.register_forward_hook(in_this_thread(leave_part(scale))).remove)

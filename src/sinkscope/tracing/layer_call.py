@@ -7,7 +7,7 @@ channels of the value aggregation, U neurons, P positions of interest, Q lock po
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ NUM_FIRST = 4
 class SurveyResult(NamedTuple):
     """What the survey found out about all sequences, for passes that see only some of them."""
 
-    value_variance_LKS: Sequence[Tensor]
+    value_variance_KS: Mapping[int, Tensor]
     """By layer; empty for a batch of one sequence."""
     top_positions: Sequence[Tensor]
     """[2, Q] by row of the residual stream, the first entering layer 0: see `pick_positions`."""
@@ -88,7 +88,7 @@ class LayerCall:
     projected: Tensor
     """[B, T, E] what leaves the output projection."""
     residual: Tensor
-    """[B, T, E] the residual stream: at RESIDUAL_MID after attention, later after the layer."""
+    """[B, T, E] the residual stream: at RESIDUAL_MID after attention or a mixer, later after the layer."""
     neurons: LayerNeurons
 
     def __init__(self, index: int, passing: Passing) -> None:

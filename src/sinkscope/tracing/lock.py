@@ -3,7 +3,8 @@
 During the pass only a few rows of states, queries and keys are kept. Afterwards the model's own attention computes the
 keys of these states once more, with the massive dimensions set to zero. This works for every family, whatever it does
 between state and key (norms, biases, rotary embeddings).
-Axes: B sequences, H heads, K key-value heads, D head size, E width, Q lock positions, n sampled queries.
+Axes: A layers with attention, B sequences, H heads, K key-value heads, D head size, E width, Q lock positions, n
+sampled queries.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ class LockInput:
 
 @torch.no_grad()
 def read_lock(anatomy: Anatomy, inputs: list[LockInput]) -> tuple[Tensor, Tensor]:
-    """([L, H, Q] share of later queries with q . k > 0, [L, H, Q] share of q . k that the massive dimensions carry).
+    """([A, H, Q] share of later queries with q . k > 0, [A, H, Q] share of q . k that the massive dimensions carry).
 
     The second is 1 - sum q . k' / sum q . k over later queries and sequences, where k' is the key if the massive
     dimensions of the state are zero; NaN if no sequence has massive dimensions. Both are NaN at the last position.
     """
     positive, share = [], []
     with making_keys(anatomy) as key_of:
-        for layer, recorded in zip(anatomy.layers, inputs, strict=True):
+        for layer, recorded in zip(anatomy.attention_layers, inputs, strict=True):
             # Rows that another process recorded arrive on the CPU.
             weight = next(layer.attention.parameters())
             rows: LockInput = recorded if weight.is_meta else moved(recorded, weight.device)

@@ -16,7 +16,7 @@ from sinkscope.pages.figure import (
     line,
 )
 from sinkscope.results.run import Run
-from sinkscope.tracing.figures import by_layer_and_position, with_tokens
+from sinkscope.tracing.figures import by_layer_and_position, mean_over_layers, with_tokens
 
 NUM_POSITIONS_MAPPED = 256
 """Most positions in a map. Of a longer sequence it shows the first ones, and evenly spaced later ones."""
@@ -115,15 +115,16 @@ def head_map(run: Run, name: str, title: str, id: str) -> Figure:
     entries = run.rows("heads", position=run.strongest)
     num_heads, what = max(row["head"] for row in entries) + 1, name.replace("_", " ")
     values = floats([row[name] for row in entries]).reshape(-1, num_heads)
+    layers = sorted({row["layer"] for row in entries})  # in a hybrid, those with attention
     return Figure(
         id,
         title,
         f"By layer and head, for the key at position {run.strongest}.",
         ("heads",),
-        [heat_map(range(num_heads), range(len(values)), values, what, "layer %{y}, head %{x}", largest=1.0)],
+        [heat_map(range(num_heads), layers, values, what, "layer %{y}, head %{x}", largest=1.0)],
         {"xaxis": axis("head"), "yaxis": axis("layer")},
         ("layer", "head", what),
-        _largest(values, range(len(values)), range(num_heads)),
+        _largest(values, layers, range(num_heads)),
         num_rows=int(np.isfinite(values).sum()),
     )
 
@@ -156,7 +157,7 @@ def _effective_rank(run: Run) -> Figure:
 
 def _distances(run: Run) -> Figure:
     table = run.tables["distances"]
-    values = floats(table["attention"]).reshape(run.summary["num_layers"], -1).mean(0)
+    values = mean_over_layers(floats(table["attention"]).reshape(run.summary["num_layers"], -1))
     distances = table["distance"][: len(values)]
     names = list(map(str, distances))
     return Figure(

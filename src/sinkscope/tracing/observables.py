@@ -38,9 +38,26 @@ class HookPoint(Enum):
     BEFORE_NORM = "before_norm"  # before_norm; only in models with a norm on the aggregation
     AGGREGATION = "aggregation"  # aggregation, before_norm
     PROJECTED = "projected"  # aggregation, before_norm, projected
-    RESIDUAL_MID = "residual_mid"  # residual, after attention and before the feed-forward
+    RESIDUAL_MID = "residual_mid"  # residual, after attention (a mixer, or both) and before the feed-forward
     RESIDUAL_OUT = "residual_out"  # residual; also once before layer 0, as layer -1
     NEURONS = "neurons"  # residual, neurons; at the end of the layer, after RESIDUAL_OUT
+
+
+ENTERING = frozenset({HookPoint.RESIDUAL_OUT})
+"""What can be read of the residual stream that enters layer 0."""
+
+
+def hook_points_of(layer: Any) -> set[HookPoint]:
+    """The hook points that a Layer has: layers of a hybrid may lack attention or a feed-forward."""
+    points = {HookPoint.RESIDUAL_OUT}
+    if layer.has_attention:
+        points |= {HookPoint.ATTENTION_IN, HookPoint.ATTENTION}
+        points |= {HookPoint.BEFORE_NORM, HookPoint.AGGREGATION, HookPoint.PROJECTED}
+    if layer.mixing_exits:
+        points.add(HookPoint.RESIDUAL_MID)
+    if layer.has_feed_forward:
+        points.add(HookPoint.NEURONS)
+    return points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +242,8 @@ CHAIN: tuple[Observable, ...] = (
         value=lambda call: call.second_moment,
         reducer=Mean(),
         axes="LT",
-        meaning="E[o^2] of the value aggregation, over sequences and channels",
+        meaning="E[o^2] of the value aggregation, over sequences and channels; null in layers without attention",
+        nullable=True,
     ),
     Observable(
         name="cosine",
@@ -308,7 +326,8 @@ CHAIN: tuple[Observable, ...] = (
         value=lambda call: (call.writes.largest, call.writes.largest_at),
         reducer=Largest("neuron"),
         axes="LT",
-        meaning="Largest |n_j| ||W_down[:, j]|| of any neuron in any sequence",
+        meaning="Largest |n_j| ||W_down[:, j]|| of any neuron in any sequence; null in layers without a feed-forward",
+        nullable=True,
     ),
     Observable(
         name="by_distance",

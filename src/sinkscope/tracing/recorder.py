@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from sinkscope.progress import Progress
 from sinkscope.tracing.attention_rule import ReadingRequest, distances
 from sinkscope.tracing.hooks import open_hooks
 from sinkscope.tracing.layer_call import LayerCall, Passing, SurveyResult, blame, pick_positions, with_received
-from sinkscope.tracing.observables import SURVEY, HookPoint, Observable
+from sinkscope.tracing.observables import ENTERING, SURVEY, HookPoint, Observable, hook_points_of
 from sinkscope.tracing.open_interventions import check_acted, check_chunks
 from sinkscope.tracing.receipt import PassComparison, check_images, check_reading, run_pass
 from sinkscope.tracing.reducers import Cosine, Moments
@@ -140,17 +141,23 @@ class Recorder:
         return dict(results)
 
     def _at(self, hook_point: HookPoint, layer: int) -> list[Observable]:
-        return [o for o in self.observables if o.hook_point is hook_point and (o.layers is None or layer in o.layers)]
+        return [o for o in self.observables if o.hook_point is hook_point and self._listens(o, layer)]
 
     def _hook_points(self, layer: int) -> set[HookPoint]:
-        return {o.hook_point for o in self.observables if o.layers is None or layer in o.layers}
+        return {o.hook_point for o in self.observables if self._listens(o, layer)}
+
+    def _listens(self, observable: Observable, layer: int) -> bool:
+        """Whether an observable is recorded in a layer: in those that it names, where they have its hook point."""
+        if observable.layers is not None and layer not in observable.layers:
+            return False
+        return observable.hook_point in (ENTERING if layer < 0 else hook_points_of(self.anatomy.layers[layer]))
 
     def _check_complete(self, of_pass: dict[str, dict[int, Any]], layers: Sequence[Layer]) -> None:
         """Raises if a layer recorded nothing: then a module is not where the family table says."""
         # At these, all layers may have nothing: numbers of whole rows if only some keys are recorded, and no norm.
         may_be_empty = (HookPoint.ATTENTION, HookPoint.BEFORE_NORM)
         for observable in self.observables:
-            expected = {x.index for x in layers if observable.layers is None or x.index in observable.layers}
+            expected = {layer.index for layer in layers if self._listens(observable, layer.index)}
             recorded = of_pass.get(observable.name, {}).keys()
             if recorded and (missing := sorted(expected - recorded)):
                 raise RuntimeError(f"Layer {missing[0]} recorded no {observable.name}. {blame(self.anatomy)}")
@@ -178,8 +185,13 @@ class Recording:
     _stacked: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The layers' values in one tensor, layers first."""
+        """The layers' values in one tensor, layers first. In a hybrid, layers without attention have NaN for what is
+        read of attention, and counts of 0; layers without a feed-forward likewise."""
         return self._stack(name, least=0)
+
+    def of_attention(self, name: str) -> Tensor:
+        """[A, ...] the same of the layers with attention alone (`attention_layers`): all of them but in a hybrid."""
+        return self[name][self.attention_layers] if self.anatomy.is_hybrid else self[name]
 
     def rows(self, name: str) -> Tensor:
         """The same for an observable of the residual stream, with one more row in front: what enters layer 0."""
@@ -188,13 +200,17 @@ class Recording:
     def reduced(self, name: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """[L, ...] each layer's values after `reduce`, which runs on their device: moving all values of a long text to
         the CPU would be slow."""
-        return _on_cpu([reduce(values) for _, values in sorted(self.at_layers(name).items())])
+        reduced = {layer: reduce(values) for layer, values in self.at_layers(name).items()}
+        return _on_cpu(self._in_layers(reduced, least=0))
 
     def _stack(self, name: str, least: int) -> Tensor:
         if (name, least) not in self._stacked:
-            rows = [values for layer, values in sorted(self.at_layers(name).items()) if layer >= least]
-            self._stacked[name, least] = _on_cpu(rows)
+            self._stacked[name, least] = _on_cpu(self._in_layers(self.at_layers(name), least))
         return self._stacked[name, least]
+
+    def _in_layers(self, by_layer: dict[int, Tensor], least: int) -> list[Tensor]:
+        recorded = {layer: values for layer, values in by_layer.items() if layer >= least}
+        return in_each_layer(self.anatomy, recorded, range(least, self.num_layers))
 
     def __contains__(self, name: str) -> bool:
         return name in self.by_layer
@@ -220,15 +236,29 @@ class Recording:
     def num_layers(self) -> int:
         return len(self.anatomy.layers)
 
+    @cached_property
+    def attention_layers(self) -> list[int]:
+        """The layers that have attention."""
+        return [layer.index for layer in self.anatomy.attention_layers]
+
     @property
     def sequence_sink_rate(self) -> Tensor:
-        """[B, S] share of layers and heads that count the key as a sink, by sequence."""
-        return self["sink_heads"].sum(0) / (self.num_layers * self.anatomy.num_heads)
+        """[B, S] share of all heads, of layers with attention, that count the key as a sink, by sequence."""
+        return self["sink_heads"].sum(0) / self.anatomy.num_heads_of_all_layers
 
     @property
     def sink_rate(self) -> Tensor:
         """[S] mean over sequences, layers and heads."""
         return self.sequence_sink_rate.mean(0)
+
+
+def in_each_layer(anatomy: Anatomy, by_layer: dict[int, Tensor], layers: Iterable[int]) -> list[Tensor]:
+    """The values of the layers in order. Layers of a hybrid that have none get NaN, or 0 for whole numbers."""
+    if not anatomy.is_hybrid:
+        return [values for _, values in sorted(by_layer.items())]
+    example = next(iter(by_layer.values()))
+    missing = torch.full_like(example, float("nan") if example.is_floating_point() else 0)
+    return [by_layer.get(layer, missing) for layer in layers]
 
 
 def record(
@@ -314,10 +344,10 @@ def _survey_result(survey: Recorder, keys_S: Tensor | None, length: int) -> Surv
     top_positions = []
     for layer, ratio_T in results["dom_ratio"].items():
         ratio_T = ratio_T.nan_to_num(nan=0.0)
-        if layer >= 0:
+        if layer in results["received"]:
             received_T = with_received(received_T, results["received"][layer][None], keys_S, length)
         top_positions.append(pick_positions(ratio_T, ratio_T if received_T is None else received_T))
-    return SurveyResult(list(results.get("value_variance_by_key", {}).values()), top_positions)
+    return SurveyResult(results.get("value_variance_by_key", {}), top_positions)
 
 
 def _checked_keys(keys: Sequence[int] | None, length: int, context: int | None) -> Tensor | None:

@@ -26,7 +26,7 @@ from sinkscope.tracing.feed_forward_cache import FeedForwardCache
 from sinkscope.tracing.layer_call import LayerCall
 from sinkscope.tracing.observables import HookPoint, Observable
 from sinkscope.tracing.open_interventions import check_acted, suspend
-from sinkscope.tracing.recorder import Recorder
+from sinkscope.tracing.recorder import Recorder, in_each_layer
 from sinkscope.tracing.reducers import Reducer, Rows, SelfJoining
 from sinkscope.tracing.single_reader import evaluation_mode, in_this_thread
 
@@ -64,6 +64,7 @@ class ConditionReading:
     recorded: dict[Group, tuple[int, ...]]
     """By (layer, expert): which neurons were recorded."""
     num_heads: int
+    """Of all layers."""
     loss_B: Tensor | None = None
     """Mean next-token loss of each sequence; None unless requested."""
 
@@ -78,7 +79,7 @@ class ConditionReading:
         return self._share(self.later_heads_LBS)
 
     def _share(self, heads_LBS: Tensor) -> Tensor:
-        return heads_LBS.sum(0, dtype=torch.float64) / (heads_LBS.shape[0] * self.num_heads)
+        return heads_LBS.sum(0, dtype=torch.float64) / self.num_heads
 
     def group_values(self, group: Group, neurons: Sequence[int]) -> Tensor:
         """[B, T, n] activations of some of the recorded neurons of a group."""
@@ -261,7 +262,11 @@ class Replay:
         results = recorder.results()
         (last_BTE,) = results.pop("last").values()
         activations = _by_group(results)
-        stacked = {name: torch.stack([row.cpu() for row in rows.values()]) for name, rows in results.items()}
+        stacked = {}
+        for name, by_layer in results.items():
+            recorded = {layer: rows for layer, rows in by_layer.items() if layer >= layers[0].index}
+            rows = in_each_layer(self.anatomy, recorded, [layer.index for layer in layers])
+            stacked[name] = torch.stack([row.cpu() for row in rows])
         loss_B = next_token_loss(self.anatomy, self.model, last_BTE, self.ids_BT) if loss else None
         if start is None:
             return ConditionReading(
@@ -269,7 +274,7 @@ class Replay:
                 dimensions=self.dimensions,
                 activations=activations,
                 recorded=self._groups,
-                num_heads=self.anatomy.num_heads,
+                num_heads=self.anatomy.num_heads_of_all_layers,
                 loss_B=loss_B,
             )
         # Layers and positions that did not run are as in the baseline.

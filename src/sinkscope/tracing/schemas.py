@@ -27,9 +27,8 @@ def columns(observable: Observable) -> list[Column]:
     if place == "neuron":
         meaning = "Expert of that neuron; -1 is the shared expert; null in a dense layer"
         filled.append(Column(f"{observable.name}_expert", "int", meaning, True))
-        filled.append(
-            Column(f"{observable.name}_neuron", "int", "That neuron, counted from 0 within its layer or expert")
-        )
+        meaning = "That neuron, counted from 0 within its layer or expert"
+        filled.append(Column(f"{observable.name}_neuron", "int", meaning, observable.nullable))
     elif place is not None:
         filled.append(Column(f"{observable.name}_{place}", "int", f"The {place} of that value, counted from 0"))
     return filled
@@ -243,7 +242,8 @@ DISTANCES = Schema(
         Column(
             "attention",
             "float",
-            "Mean attention on that key, over at most 256 queries, heads and sequences",
+            "Mean attention on that key, over at most 256 queries, heads and sequences; null without attention",
+            True,
         ),
     ),
     ordered_by="distance",
@@ -288,15 +288,16 @@ TRACE_TABLES = (SINKS, POSITIONS, NEURONS, DIMENSIONS, HEADS, LAYERS, DISTANCES,
 
 
 def check_heads(run: Run) -> None:
-    """Refuses a table `heads` that does not have one row for each layer and head, in order, at each position: pages
-    turn it into a map."""
-    table, num_layers = run.tables["heads"], run.summary["num_layers"]
+    """Refuses a table `heads` that does not have one row for each head of each layer with attention, in order, at each
+    position: pages turn it into a map."""
+    table = run.tables["heads"]
+    layers = sorted(set(table["layer"]))
     by_position: dict[int, list[tuple[int, int]]] = {run.strongest: []}
     for position, layer, head in zip(table["position"], table["layer"], table["head"], strict=True):
         by_position.setdefault(position, []).append((layer, head))
     for position, rows in by_position.items():
-        expected = [(layer, head) for layer in range(num_layers) for head in range(len(rows) // num_layers)]
-        if not rows or rows != expected:
+        num_heads = len(rows) // max(1, len(layers))
+        if not rows or rows != [(layer, head) for layer in layers for head in range(num_heads)]:
             raise refused(run.path / "heads.parquet", f"other rows at position {position} than a layer's heads each")
 
 
@@ -330,6 +331,8 @@ class DomRatios(BaseModel):
 class TraceSummary(OfAModel):
     """The checked entries of a trace's summary. Those of a study's summary include them."""
 
+    attention_layers: Annotated[list[Layer], Field(min_length=1)] | None = None
+    """Of a hybrid: the layers that have attention."""
     sink_rate: float | None = None
     keys: list[Position] | None = None
     writers: list[Writer] | None = None

@@ -134,7 +134,7 @@ def _of_recording(recordings: Sequence[Recording], numbers: Sequence[Sequence[in
     """The sequences of several recordings, in the order of their numbers in the batch."""
     by_number: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
     for recording, numbers_in_it in zip(recordings, numbers, strict=True):
-        received_BS = recording[RECEIVED_BY_SEQUENCE.name].float().mean(0)
+        received_BS = recording.of_attention(RECEIVED_BY_SEQUENCE.name).float().mean(0)
         rates_BS, ids_BT = recording.sequence_sink_rate, recording.batch.told_apart
         for row, number in enumerate(numbers_in_it):
             by_number[number] = ids_BT[row], recording.keys, rates_BS[row], received_BS[row]

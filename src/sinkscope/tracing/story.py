@@ -141,7 +141,7 @@ def _too_short(findings: Findings, among: str) -> str:
     """The story of sequences so short that no key has the later queries that a sink needs. The last keys have so few
     queries that each receives much, so the first half is looked at."""
     recording, length = findings.recording, findings.recording.batch.length
-    received_S = recording["received"].mean((0, 1))
+    received_S = recording.of_attention("received").mean((0, 1))
     key = int(received_S.masked_fill(recording.keys >= max(1, length // 2), -1).argmax())
     share = f"{float(received_S[key]):.2f} of each query's on average"
     return (

@@ -83,7 +83,7 @@ def _at_position(
         for column, dimension in enumerate(dimensions_M.tolist()):
             massive_LM[row, column] = (row - 1, dimension) in massive
     neurons = []
-    for layer in recording.anatomy.layers:
+    for layer in recording.anatomy.feed_forward_layers:
         if (slot := slots[layer.index + 1]) is None:
             continue
         activation_U, written_U, square_U = (

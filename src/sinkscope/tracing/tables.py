@@ -124,25 +124,39 @@ def _columns_of(recording: Recording, observable: Observable) -> dict[str, np.nd
     declared = [column.name for column in columns(observable)]
     if observable.name not in recording:
         return dict.fromkeys(declared, np.full(_num_rows(recording, observable.axes), np.nan))
-    values = [recording[observable.name].flatten().numpy()]
+    values = [_rows_of(recording, observable.axes, observable.name).flatten().numpy()]
     place = observable.reducer.place if isinstance(observable.reducer, Largest) else None
     if place == "neuron":
         neurons_LT = recording[f"{observable.name}_neuron"]
-        places = [layer.neuron_places(neurons_LT[layer.index]) for layer in recording.anatomy.layers]
-        experts = torch.cat([expert for expert, _ in places]).numpy()
+        experts_LT, numbers_LT = torch.full_like(neurons_LT, DENSE), torch.zeros_like(neurons_LT)
+        has_neurons_LT = torch.zeros_like(neurons_LT, dtype=torch.bool)
+        for layer in recording.anatomy.feed_forward_layers:
+            experts_LT[layer.index], numbers_LT[layer.index] = layer.neuron_places(neurons_LT[layer.index])
+            has_neurons_LT[layer.index] = True
         values += [
-            np.ma.masked_array(experts, mask=experts == DENSE),
-            torch.cat([neuron for _, neuron in places]).numpy(),
+            np.ma.masked_array(experts_LT.flatten().numpy(), mask=(experts_LT == DENSE).flatten().numpy()),
+            np.ma.masked_array(numbers_LT.flatten().numpy(), mask=~has_neurons_LT.flatten().numpy()),
         ]
     elif place is not None:
         values.append(recording[f"{observable.name}_{place}"].flatten().numpy())
     return dict(zip(declared, values, strict=True))
 
 
+def _rows_of(recording: Recording, axes: str, name: str) -> Tensor:
+    """The layers' values of an observable, of those layers that a table with these axes has rows of."""
+    return recording.of_attention(name) if "H" in axes else recording[name]
+
+
+def _sizes(recording: Recording, axes: str) -> list[int]:
+    """The number of rows along each axis of a table. Heads are in the layers with attention alone."""
+    num_layers = len(recording.attention_layers) if "H" in axes else recording.num_layers
+    sizes = {"L": num_layers, "T": recording.batch.length, "H": recording.anatomy.num_heads}
+    return [sizes[axis] for axis in axes]
+
+
 def _num_rows(recording: Recording, axes: str) -> int:
     """How many rows a table with these axes has."""
-    sizes = {"L": recording.num_layers, "T": recording.batch.length, "H": recording.anatomy.num_heads}
-    return math.prod(sizes[axis] for axis in axes)
+    return math.prod(_sizes(recording, axes))
 
 
 def recorded_tables(recording: Recording) -> dict[str, dict[str, np.ndarray]]:
@@ -157,8 +171,10 @@ def recorded_tables(recording: Recording) -> dict[str, dict[str, np.ndarray]]:
 
 def _numbered(recording: Recording, axes: str) -> list[np.ndarray]:
     """By axis, the index of each row along it: the columns layer, position or head."""
-    shape = [_num_rows(recording, axis) for axis in axes]
-    return [numbers.flatten() for numbers in np.indices(shape)]
+    numbered = [numbers.flatten() for numbers in np.indices(_sizes(recording, axes))]
+    if "H" in axes:
+        numbered[0] = np.array(recording.attention_layers)[numbered[0]]
+    return numbered
 
 
 def _positions(findings: Findings) -> dict:
@@ -186,23 +202,23 @@ def _heads(findings: Findings) -> dict:
     recording = findings.recording
     positions = [sink.position for sink in findings.sinks] or [findings.strongest[0]]
     layer, head = _numbered(recording, "LH")
-    positive_LHQ, lock_share_LHQ = findings.lock
+    positive_AHQ, lock_share_AHQ = findings.lock
     of_heads = recorded_columns(recording, "LH")
     rows = []
     for position in positions:
         key = int((recording.keys == position).nonzero()[0])
         # In each layer the lock was measured at other positions: its value at this one, or null.
-        at_lock_L1Q = (findings.lock_positions == position)[:, None, :]
-        measured_LH = at_lock_L1Q.any(-1).expand(positive_LHQ.shape[:2])
+        at_lock_A1Q = (findings.lock_positions == position)[:, None, :]
+        measured_AH = at_lock_A1Q.any(-1).expand(positive_AHQ.shape[:2])
         locks = {
-            name: torch.where(at_lock_L1Q, values_LHQ, 0).sum(-1).where(measured_LH, float("nan"))
-            for name, values_LHQ in (("positive_queries", positive_LHQ), ("lock_share", lock_share_LHQ))
+            name: torch.where(at_lock_A1Q, values_AHQ, 0).sum(-1).where(measured_AH, float("nan"))
+            for name, values_AHQ in (("positive_queries", positive_AHQ), ("lock_share", lock_share_AHQ))
         }
         received = {
-            name: recording.reduced(by_head, lambda values_HS, key=key: values_HS[:, key])
+            name: recording.reduced(by_head, lambda values_HS, key=key: values_HS[:, key])[recording.attention_layers]
             for name, by_head in BY_HEAD.items()
         }
-        by_head = {name: values_LH.flatten().numpy() for name, values_LH in (received | locks).items()}
+        by_head = {name: values_AH.flatten().numpy() for name, values_AH in (received | locks).items()}
         rows.append({"layer": layer, "head": head, "position": np.full_like(layer, position)} | by_head | of_heads)
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
@@ -226,8 +242,8 @@ def _layers(findings: Findings) -> dict:
         "averaging_law_r_squared": _floats(findings.averaging_law_r_squared, num_layers),
         "variance_ratio_before_norm": _floats(ratio_before, num_layers),
         "averaging_law_r_squared_before_norm": _floats(law_before, num_layers),
-        "kendall_positions": _kendall_positions(findings),
-        "kendall_channels": _kendall_channels(findings),
+        "kendall_positions": _in_all_layers(recording, _kendall_positions(findings)),
+        "kendall_channels": _in_all_layers(recording, _kendall_channels(findings)),
         "dom_ratio_sink": at_sink.tolist() if sinks else unknown,
         "dom_ratio_elsewhere": elsewhere.tolist(),
         **{
@@ -254,24 +270,31 @@ def _distances(findings: Findings) -> dict:
     }
 
 
+def _in_all_layers(recording: Recording, values: list | None) -> list:
+    """A value of each layer with attention, with None for the other layers; all None if there are none."""
+    by_layer = dict(zip(recording.attention_layers, values, strict=True)) if values else {}
+    return [by_layer.get(layer) for layer in range(recording.num_layers)]
+
+
 def _floats(values: Tensor | None, count: int) -> list:
     """The values as a list; a column of nulls if there are none."""
     return [None] * count if values is None else values.tolist()
 
 
-def _kendall_positions(findings: Findings) -> list[float | None]:
-    """Do positions keep their order of variance through the output projection?"""
-    if findings.variance_ratio is None or "projected_variance" not in findings.recording:
-        return [None] * findings.recording.num_layers
-    return _thinned_tau(findings.recording["value_variance"], findings.recording["projected_variance"])
+def _kendall_positions(findings: Findings) -> list[float | None] | None:
+    """Do positions keep their order of variance through the output projection? Of the layers with attention."""
+    recording = findings.recording
+    if findings.variance_ratio is None or "projected_variance" not in recording:
+        return None
+    return _thinned_tau(recording.of_attention("value_variance"), recording.of_attention("projected_variance"))
 
 
-def _kendall_channels(findings: Findings) -> list[float | None]:
-    """Does the output projection read channels of more variance more strongly?"""
+def _kendall_channels(findings: Findings) -> list[float | None] | None:
+    """Does the output projection read channels of more variance more strongly? Of the layers with attention."""
     recording = findings.recording
     if "value_variance_by_channel" not in recording:
-        return [None] * recording.num_layers
-    return _thinned_tau(recording["value_variance_by_channel"], findings.output_channel_norms)
+        return None
+    return _thinned_tau(recording.of_attention("value_variance_by_channel"), findings.output_channel_norms)
 
 
 def _thinned_tau(x_LN: Tensor, y_LN: Tensor) -> list[float | None]:

@@ -177,6 +177,7 @@ def trace_summary(findings: Findings, removal: Removal | None, text_of: Callable
         "model": recording.model_name,
         "family": recording.anatomy.family.name,
         "num_layers": recording.num_layers,
+        **({"attention_layers": recording.attention_layers} if recording.anatomy.is_hybrid else {}),
         "tokens": recording.batch.describe(),
         "keys": chosen_keys(findings),
         "sink_rate": rate,
@@ -243,4 +244,5 @@ def _neurons(neurons: Sequence[NamedNeuron]) -> list[dict]:
 
 
 def _list(values: Tensor | None) -> list | None:
-    return None if values is None else values.tolist()
+    """The values of all layers, None for those without; None if there are none."""
+    return None if values is None else [None if math.isnan(value) else value for value in values.tolist()]
