@@ -541,13 +541,21 @@ class _Attentions(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in ATTENTIONS:
             self._keep(result)
-        elif func in SOFTMAXES and result.ndim == 4 and result.shape[-2] == SHAPE[1] <= result.shape[-1]:
+        elif func in SOFTMAXES and _is_over_keys(result):
             self._keep(None)
         return result
 
     def _keep(self, state: Tensor | None) -> None:
         inner = self.running[-1]
         self.seen.append(Call(inner.path, inner.module, len(self.calls) - 1, state_out=state))
+
+
+def _is_over_keys(weights: Tensor) -> bool:
+    """Whether the result of a softmax has a row of keys for each query: [B, H, T, S], or [B * H, T, T]."""
+    if weights.ndim == 4:
+        return weights.shape[-2] == SHAPE[1] <= weights.shape[-1]
+    # A router's softmax is over [B, T, experts].
+    return weights.ndim == 3 and weights.shape[1:] == (SHAPE[1], SHAPE[1]) and len(weights) > SHAPE[0]
 
 
 def _below(calls: list[Call], path: str) -> list[Call]:
