@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sinkscope.measures.sink_score import LATER_QUERIES
 from sinkscope.pages import html
 from sinkscope.pages.figure import Figure
 from sinkscope.pages.text import interval, token_text
@@ -61,7 +62,7 @@ def title(run: Run) -> str:
 def shared(run: Run) -> dict[str, Any]:
     """What the template of a study's page needs too."""
     dimensions = run.rows("dimensions", position=run.strongest)
-    tokens = run.rows("tokens", sequence=0)
+    tokens = [_where_judged(row, run) for row in run.rows("tokens", sequence=0)]
     return {
         "run": run,
         "panels": chain_panels(run),
@@ -73,6 +74,14 @@ def shared(run: Run) -> dict[str, Any]:
         "tokens": tokens[:NUM_POSITIONS_DRAWN],
         "num_tokens": len(tokens),
     }
+
+
+def _where_judged(row: dict[str, Any], run: Run) -> dict[str, Any]:
+    """A token of the first sequence, without a bar where too few queries follow for it to be judged: they would make
+    the last tokens the longest bars."""
+    length = run.summary["tokens"]["length"]
+    is_late = length > LATER_QUERIES and row["position"] >= length - LATER_QUERIES
+    return {**row, "attention_received": None} if is_late else row
 
 
 def _sink(row: dict[str, Any], texts: dict[int, str]) -> tuple:
