@@ -110,7 +110,7 @@ def hidden_sinks(sinks: Sequence[TokenSink], text_of: Callable[[int], str]) -> s
 
 def shared_token(batch: TokenBatch, position: int) -> int | None:
     """The token that all sequences have at a position; None if they differ."""
-    ids_B = batch.ids[:, position]
+    ids_B = batch.told_apart[:, position]
     return int(ids_B[0]) if bool((ids_B == ids_B[0]).all()) else None
 
 
