@@ -71,6 +71,8 @@ def tested(loaded: LoadedModel, trace: plain.Trace) -> plain.Trace:
         return trace
     batch, positions = findings.recording.batch, sorted(sink.position for sink in findings.sinks)
     num_sequences = min(MOST_SEQUENCES, batch.num_sequences, max(1, CHUNK_TOKENS // batch.length))
+    if batch.beside:
+        num_sequences = batch.num_sequences  # pixels are not told apart by sequence, so they cannot be cut
     few = replace(batch, ids=batch.ids[:num_sequences], whole=())
     random = processes.from_first(lambda: _random(findings, named))
 
