@@ -34,7 +34,7 @@ def test_without_a_model_the_bundled_one_is_traced(sinkscope, tmp_path):
     result = sinkscope("trace", "--num-sequences", 4)
     assert result.code == 0, result.err
     assert "reference:softmax" in result.out
-    assert "So no small set of neurons that write them carries this sink." in result.out
+    assert "Without the 8 neurons that write them most (layer:neuron 7:438" in result.out
     (run,) = (tmp_path / "runs").iterdir()
     for name in ("config.yaml", "environment.json", "summary.json", "chain.png"):
         assert (run / name).stat().st_size > 0
