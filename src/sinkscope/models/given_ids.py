@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import InputError
-from sinkscope.models.loaded import bare_model
+from sinkscope.models.loaded import PIXELS, bare_model, reads_images
 from sinkscope.models.token_batches import TokenBatch, batch_of_rows, check_ids, named_ids
 from sinkscope.models.tokenized_text import found_leading
 
@@ -22,10 +22,6 @@ ABOUT_THE_TEXT = (
     *("overflowing_tokens", "num_truncated_tokens", "overflow_to_sample_mapping"),
 )
 """What may stand beside ids and changes no state of a model."""
-
-
-PIXELS = ("pixel_values", "pixel_values_videos")
-"""What images are given as, by the processor of a model that reads them."""
 
 
 def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None, with_images: bool = False) -> TokenBatch:
@@ -62,12 +58,6 @@ def given_batch(ids: Any, attention_mask: Any = None, *, model: Any = None, with
             _check_padding(rows, model)
         leading = found_leading(model, rows)
     return batch_of_rows(rows, kind="given", leading_ids=leading)
-
-
-def reads_images(model: Any) -> bool:
-    """Whether a model reads images beside tokens."""
-    read = inspect.signature(model.forward).parameters
-    return any(name in read for name in PIXELS)
 
 
 def _with_images(given: Mapping[str, Any], model: Any) -> TokenBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,6 +48,8 @@ class LoadedModel:
 
 Model = LoadedModel | nn.Module
 """A model at hand, as `load` gives it or as its owner made it."""
+PIXELS = ("pixel_values", "pixel_values_videos")
+"""What images are given as, by the processor of a model that reads them."""
 ModelLike = Model | str | Path
 """A model as `load` takes it: at hand, or by its name or its path."""
 
@@ -62,6 +65,12 @@ def without_head(part: Any) -> Any:
     """A model without its output head: Llama 4 names itself, with its head, where others name their decoder."""
     inner = getattr(part, "model", None)
     return inner if hasattr(part, "lm_head") and isinstance(inner, nn.Module) else part
+
+
+def reads_images(model: Any) -> bool:
+    """Whether a model reads images beside tokens."""
+    read = inspect.signature(model.forward).parameters
+    return any(name in read for name in PIXELS)
 
 
 def bos_id(loaded: LoadedModel) -> int:

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, anatomy_of, is_transposed
 from sinkscope.models.experts import is_transposed as experts_are_transposed
-from sinkscope.models.given_ids import reads_images
-from sinkscope.models.loaded import Model, bare_model
+from sinkscope.models.loaded import Model, bare_model, reads_images
 from sinkscope.models.weights import check_in_memory
 
 NUM_TOKENS = 16

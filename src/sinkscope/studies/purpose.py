@@ -205,7 +205,8 @@ def head_worths(loaded: LoadedModel, judging: TokenBatch, calibration: TokenBatc
 
 
 def _device(loaded: LoadedModel) -> torch.device:
-    return loaded.model.get_input_embeddings().weight.device
+    weight: Any = loaded.model.get_input_embeddings().weight
+    return weight.device
 
 
 @contextlib.contextmanager

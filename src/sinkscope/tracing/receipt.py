@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from sinkscope import processes
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy, anatomy_of, input_device, projection_weight
-from sinkscope.models.given_ids import PIXELS
-from sinkscope.models.loaded import LoadedModel, find_bos
+from sinkscope.models.loaded import PIXELS, LoadedModel, find_bos
 from sinkscope.models.sharded import is_sharded
 from sinkscope.tracing.attention import read_attention
 from sinkscope.tracing.attention_hook import attention_hook
