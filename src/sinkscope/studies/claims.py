@@ -40,14 +40,14 @@ def _sink(study: StudyData) -> ClaimNumbers | Empty:
 
 
 def _over_fresh(means: np.ndarray) -> np.ndarray:
-    """Variance at position 0 over that of the later half in the last of the layers, over the same in fresh models, of
+    """Variance at position 0 over that of the later half, geometric mean over layers, over the same in fresh models, of
     variances [..., 1 + N, L, S, T]: first the model's, then those of N fresh ones. The larger number of the sides of a
     norm on the aggregation."""
     import torch
 
     from sinkscope.measures.value_variance import variance_ratio
 
-    log_NS = variance_ratio(torch.from_numpy(means[..., -1, :, :])).log().numpy()
+    log_NS = variance_ratio(torch.from_numpy(means)).log().numpy().mean(-2)
     return np.exp(log_NS[..., 0, :] - log_NS[..., 1:, :].mean(-2)).max(-1)
 
 
@@ -57,7 +57,7 @@ def _variance_discrepancy(study: StudyData) -> ClaimNumbers | Empty:
     layers = study.plan.layers
     deviation_BLST = study.squared_deviation_LBST[layers].swapaxes(0, 1)
     law = _mean_r_squared(_with_law(study).mean(0))
-    note = f"in layer {layers[-1]}; geometric mean over the layers up to it: {_mean_ratios(deviation_BLST.mean(0))}"
+    note = f"in layers 0 to {layers[-1]}: {_mean_ratios(deviation_BLST.mean(0))}"
     law_note = f"the averaging law predicts the variance by position with a log R^2 of {law:.2f}"
     if study.fresh_deviation_NLBST is None:
         return Empty(f"a second model, drawn afresh, does not fit on this machine; {note}; {law_note}")
@@ -181,9 +181,8 @@ LINK_CLAIMS = (
     Claim(
         id="variance_discrepancy",
         link="variance_discrepancy",
-        statement="Training has raised it: where massive dimensions appear (or before the first sink), the value "
-        "variance of position 0 over that of later positions is a quarter higher, or more, than in the same "
-        "architecture before training",
+        statement="Training has raised it: in the early layers the value variance of position 0 over that of later "
+        "positions is a quarter higher, or more, than in the same architecture before training",
         bars=(Bar("at least", OVER_FRESH, _over_fresh),),
         numbers=_variance_discrepancy,
         figures=("variance",),
