@@ -85,7 +85,8 @@ def write_study_folder(
             "attention_received": [0.1] * len(texts),
         }
         for schema in (*STUDY_TABLES, *((TOKENS,) if tokens is not None else ())):
-            folder.write_table(schema, study[schema.name])
+            if schema.name in study or not schema.can_lack:
+                folder.write_table(schema, study[schema.name])
     return path
 
 

@@ -277,7 +277,7 @@ OUTPUT_ENERGY = Schema(
     ),
 )
 
-TEXT_CLAIMS = replace(CLAIMS, name="text_claims")
+TEXT_CLAIMS = replace(CLAIMS, name="text_claims", can_lack=True)
 """The claims that decide the mechanism, judged on text beside random tokens."""
 TEXT_LOSSES = Schema(
     "text_losses",
@@ -294,6 +294,7 @@ TEXT_LOSSES = Schema(
         Column("high", "float", "Upper end of its interval"),
         _N,
     ),
+    can_lack=True,
 )
 HEAD_ROLES = Schema(
     "head_roles",
@@ -311,6 +312,7 @@ HEAD_ROLES = Schema(
             )
         ),
     ),
+    can_lack=True,
 )
 
 STUDY_TABLES = (
