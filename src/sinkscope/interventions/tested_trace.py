@@ -15,6 +15,7 @@ from sinkscope.models.anatomy import Group, Neuron, anatomy_of, as_neuron
 from sinkscope.models.loaded import LoadedModel, ModelLike
 from sinkscope.models.loading import load
 from sinkscope.models.prompts import Tokens
+from sinkscope.models.sharded import is_sharded
 from sinkscope.progress import Progress
 from sinkscope.tracing import trace as plain
 from sinkscope.tracing.findings import Findings
@@ -46,7 +47,8 @@ def trace(
     of more than `chunk_tokens` tokens are run in chunks, and joining them is exact.
 
     `test`: read at most eight of the sequences twice more, without the neurons that the story names and without as many
-    random ones. Inside an intervention nothing is tested, and the story says only what is observed.
+    random ones. Inside an intervention, and of a model that is sharded over processes, nothing is tested, and the story
+    says only what is observed.
     """
     loaded = load(model)
     result = plain.trace(
@@ -62,8 +64,10 @@ def trace(
 
 
 def tested(loaded: LoadedModel, trace: plain.Trace) -> plain.Trace:
-    """The trace with what is left of its sinks without the neurons that it names; as it is where it names none."""
-    if not trace.has_findings or open_interventions(anatomy_of(loaded.model).decoder):
+    """The trace with what is left of its sinks without the neurons that it names; as it is where it names none, and
+    where nothing can be removed: inside an intervention, and from weights that are spread over processes."""
+    is_shared = is_sharded(loaded.model)
+    if not trace.has_findings or is_shared or open_interventions(anatomy_of(loaded.model).decoder):
         return trace
     findings = trace.findings
     named = processes.from_first(lambda: _named(findings))

@@ -12,6 +12,7 @@ from torch import nn
 
 from sinkscope.errors import InputError
 from sinkscope.models.anatomy import Anatomy
+from sinkscope.models.sharded import is_sharded
 from sinkscope.models.weights import weight_checksum
 from sinkscope.tracing.attention_hook import implementation_of
 
@@ -38,6 +39,11 @@ def restored(name: str, anatomy: Anatomy) -> Iterator[None]:
     """While open, an intervention may change the model. When the last one on a model is closed, in whatever order, an
     error says what differs from the state before the first one."""
     decoder = anatomy.decoder
+    if is_sharded(decoder):
+        raise InputError(
+            f"{name} changes a model in one process, and the weights of this one are spread over several. Load a "
+            "checkpoint of it into one process."
+        )
     num_open, before = _before.get(decoder) or (0, _state(anatomy))
     _before[decoder] = num_open + 1, before
     failed = True
