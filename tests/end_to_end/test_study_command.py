@@ -246,7 +246,7 @@ def test_another_request_at_the_same_place_starts_anew(chain_folder, sinkscope, 
 
 def test_an_interruption_while_writing_costs_no_condition(chain_folder, sinkscope, tmp_path, monkeypatch, ran):
     with monkeypatch.context() as patch:
-        patch.setattr(saved, "write_page_of_run", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(saved, "load_result", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         assert sinkscope("study", chain_folder, *SMALL, "--out", "run").code == 130
     assert {entry.name for entry in tmp_path.iterdir()} == {".run.sinkscope-parts"}
     ran.clear()

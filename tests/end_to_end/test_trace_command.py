@@ -81,7 +81,7 @@ def test_text_bos_and_keys(model_folder, sinkscope, tmp_path):
     assert summary["tokens"]["bos"] is True
     assert summary["variance_ratio"] is None
     assert summary["keys"] == [0, 10]
-    assert summary["story"].startswith("No sink among the recorded keys (0, 10)"), "the others are not known"
+    assert summary["story"].startswith("No sink among the recorded keys (0 and 10)"), "the others are not known"
     positions = read_table(tmp_path / "run" / "positions")
     received = zip(positions["position"], positions["attention_received"], strict=True)
     assert {position for position, value in received if value is not None} == {0, 10}

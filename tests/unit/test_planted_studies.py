@@ -373,7 +373,8 @@ def test_no_condition_changes_where_feed_forwards_run_from_its_position_on(monke
 
     monkeypatch.setattr(Replay, "read", whole)
     expected = study(load(model), **SMALL).data.results
-    assert begun == {found.plan.sink, *found.plan.targets}
+    # From position 1 where neurons are removed everywhere but at the sink, which is at 0.
+    assert begun == {found.plan.sink, 1, *found.plan.targets}
     assert list(found.data.results) == list(expected)
     for condition, result in found.data.results.items():
         for name, values in vars(expected[condition]).items():

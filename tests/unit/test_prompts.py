@@ -210,7 +210,7 @@ def test_the_short_text_of_chosen_keys_names_the_one_that_receives_most(model):
         model, torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0)), keys=[0, 1]
     )
     received = found.recording["received"].mean((0, 1))
-    most = f"Position {int(received.argmax())} receives the most attention among the recorded keys (0, 1)"
+    most = f"position {int(received.argmax())} receives the most attention among the recorded keys (0 and 1)"
     assert f"{most}, {float(received.max()):.2f} of" in found.story
 
 

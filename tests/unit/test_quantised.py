@@ -148,7 +148,6 @@ def test_scales_beside_full_weights_are_refused(tmp_path):
         ({"quant_method": "gptq", "bits": 4}, "optimum"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, "gptqmodel"),
         ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "torchao"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}, "compressed-tensors"),
     ],
 )
 def test_a_missing_package_is_named(tmp_path, quantisation, package):

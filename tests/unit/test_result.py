@@ -147,9 +147,9 @@ def test_every_figure_of_the_page_is_drawn(traced):
 def test_one_sequence_is_told_as_one(traced, tmp_path):
     found = sinkscope.trace(tiny_model("llama"), [[5, 6, 7, 8] * 25])
     alone = found.plot().axes[0]
-    assert alone.get_title() == "1. Energy by position (no variance)"
+    assert alone.get_title() == "Energy by position"
     assert len(alone.lines[0].get_ydata()) == 64
-    assert traced.plot().axes[0].get_title() == "1. Value variance by position"
+    assert traced.plot().axes[0].get_title() == "Variance by position"
     energy = found.plot("map-second-moment").axes[0].images[0].get_array()
     assert energy.count() == 100 * found.recording.num_layers
     page, several = (result.report(tmp_path / name).read_text() for name, result in (("a", found), ("b", traced)))

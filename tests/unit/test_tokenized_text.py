@@ -266,7 +266,7 @@ class TestBeginnings:
         """A study, an audit, a remedy with nothing to do, and the live page. Control: texts that begin with BOS."""
         (tmp_path / "text.txt").write_text(" ".join(f"w{10 + (7 * i) % 80}" for i in range(6000)))
         named, sizes = str(tmp_path / "text.txt"), {"length": 64, "num_sequences": 8}
-        asked = {"source": 0, "prompt": self.TEXT, "edits": [], "start": 0, "quantity": "attention_received"}
+        asked = {"source": 0, "prompt": self.TEXT, "interventions": [], "start": 0, "quantity": "attention_received"}
 
         def stories(bos):
             loaded = loaded_like("llama")

@@ -19,7 +19,7 @@ from sinkscope.errors import InputError
 from sinkscope.explore.text_result import OBSERVABLES, QUANTITIES, TextResult, from_run, from_trace, window
 from sinkscope.interventions.intervene import Baseline, read_prompt
 from sinkscope.interventions.specs import read_specs
-from sinkscope.interventions.tested_trace import tested
+from sinkscope.interventions.tested_trace import with_neurons_removed
 from sinkscope.models.loaded import LoadedModel
 from sinkscope.results.validated import WrongValueError, strictly
 
@@ -111,7 +111,7 @@ class LiveModel:
     def _read(self, prompt: str, interventions: Interventions) -> TextResult:
         baseline = self._baseline(prompt)
         if not interventions:
-            return from_trace(tested(self.loaded, baseline.trace))
+            return from_trace(with_neurons_removed(self.loaded, baseline.trace))
         under = baseline.under(baseline.make(read_specs(_by_kind(interventions))))
         return from_trace(under, self._result(prompt, ()))
 

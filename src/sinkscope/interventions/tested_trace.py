@@ -20,7 +20,7 @@ from sinkscope.progress import Progress
 from sinkscope.tracing import trace as plain
 from sinkscope.tracing.findings import Findings
 from sinkscope.tracing.observables import SINK_HEADS, Observable
-from sinkscope.tracing.open_interventions import open_interventions
+from sinkscope.tracing.open_interventions import check_is_object, open_interventions
 from sinkscope.tracing.recorder import CHUNK_TOKENS, record
 from sinkscope.tracing.removal import MOST_SEQUENCES, Removal, rates
 
@@ -50,6 +50,7 @@ def trace(
     random ones. Inside an intervention, and of a model that is sharded over processes, nothing is tested, and the story
     says only what is observed.
     """
+    check_is_object(model)  # before a name is loaded: what an intervention changes is an object
     loaded = load(model)
     result = plain.trace(
         loaded,
@@ -60,10 +61,10 @@ def trace(
         chunk_tokens=chunk_tokens,
         progress=progress,
     )
-    return tested(loaded, result) if test else result
+    return with_neurons_removed(loaded, result, chunk_tokens) if test else result
 
 
-def tested(loaded: LoadedModel, trace: plain.Trace) -> plain.Trace:
+def with_neurons_removed(loaded: LoadedModel, trace: plain.Trace, chunk_tokens: int = CHUNK_TOKENS) -> plain.Trace:
     """The trace with what is left of its sinks without the neurons that it names; as it is where it names none, and
     where nothing can be removed: inside an intervention, and from weights that are spread over processes."""
     is_shared = is_sharded(loaded.model)
@@ -74,7 +75,7 @@ def tested(loaded: LoadedModel, trace: plain.Trace) -> plain.Trace:
     if not named:
         return trace
     batch, positions = findings.recording.batch, sorted(sink.position for sink in findings.sinks)
-    num_sequences = min(MOST_SEQUENCES, batch.num_sequences, max(1, CHUNK_TOKENS // batch.length))
+    num_sequences = min(MOST_SEQUENCES, batch.num_sequences, max(1, chunk_tokens // batch.length))
     if batch.beside:
         num_sequences = batch.num_sequences  # pixels are not told apart by sequence, so they cannot be cut
     few = replace(batch, ids=batch.ids[:num_sequences], whole=())
