@@ -39,7 +39,7 @@ def test_smollm2_has_a_sink_that_few_neurons_write(smollm2_model):
     assert result.story.startswith("Position 0 ")
     assert f"appearing in layers {findings.appears_in[0]} " in result.story
     (sink, *_) = result.summary["sinks"]
-    assert sink["rate_without_writers"]["high"] < 0.5 * sink["rate"] < sink["rate_without_random"]["low"]
+    assert sink["rate_without_writers"]["high"] < sink["rate_without_random"]["low"]
 
 
 def test_a_control_without_its_super_neurons_loses_the_dimension(smollm2_model):

@@ -7,6 +7,7 @@ far behind may write more of it, but heads have the sink already.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,8 +27,8 @@ LEAST_GROWTH = 1.1
 MOST_SEQUENCES = 8
 """Most sequences that are read once more without neurons."""
 LEFT = 0.5
-"""Neurons carry a sink only if less than this share of it is left without them, and more than it without the random
-ones."""
+"""No small set carries a sink of which at least this share is left without the named neurons. These are not shown to
+carry it where less than this share is left without the random ones."""
 
 
 class Rate(NamedTuple):
@@ -114,9 +115,8 @@ def rates(rate_BS: Tensor, positions: Sequence[int]) -> dict[int, Rate]:
 
 def in_words(removal: Removal, position: int, named: Sequence[NamedNeuron], *, several: bool) -> str:
     """A sentence on what is left of a position's sink; `several`: whether several dimensions carry it."""
-    before, without, random = (
-        of[position].rate for of in (removal.before, removal.without_neurons, removal.without_random)
-    )
+    half = LEFT * removal.before[position].rate
+    without, random = removal.without_neurons[position], removal.without_random[position]
     names = ", ".join(str(Neuron(neuron.layer, neuron.expert, neuron.neuron)) for neuron in named[:3])
     more = f" and {len(named) - 3} more" if len(named) > 3 else ""
     what = "them" if several else "it"
@@ -125,9 +125,10 @@ def in_words(removal: Removal, position: int, named: Sequence[NamedNeuron], *, s
     else:
         neurons = f"the {len(named)} neurons that write {what} most (layer:neuron {names}{more})"
         others = "as many random ones"
-    numbers = f"Without {neurons}, {without:.1%} of heads have this sink; without {others}, {random:.1%}"
-    if without >= LEFT * before:
+    numbers = f"Without {neurons}, {without.rate:.1%} of heads have this sink; without {others}, {random.rate:.1%}"
+    # Said only where the whole interval says so; of one sequence there is none.
+    if half <= (without.rate if math.isnan(without.low) else without.low):
         return f"{numbers}. So no small set of neurons that write {what} carries this sink."
-    if random < LEFT * before:
+    if half > (random.rate if math.isnan(random.high) else random.high):
         return f"{numbers}. So these neurons are not shown to carry it: random ones do as much."
     return f"{numbers}."
