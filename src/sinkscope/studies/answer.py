@@ -146,7 +146,7 @@ def _is_at_least(values_B: np.ndarray, threshold: float) -> bool:
 
 
 def _points(rise: float | None) -> str:
-    return "not measured" if rise is None else f"{100 * rise + 0.0:+.1f} points"
+    return "not measured" if rise is None else f"{round(100 * rise, 1) + 0.0:+.1f} points"
 
 
 def _share(share: float | None) -> str:
