@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from sinkscope.errors import InputError
 from sinkscope.models.experts import Routing, given_by_experts, is_experts, routing_of, written_by_experts
 from sinkscope.models.families import PARTS, Family
-from sinkscope.models.loaded import without_head
+from sinkscope.models.loaded import without_dropout, without_head
 
 SHAPE = (2, 8)
 """Sequences and tokens of the pass."""
@@ -442,7 +442,7 @@ def _is_by_token(branch: Call) -> bool:
     state, left = branch.entered, branch.left
     args, kwargs = branch.arguments
     turned = _turned(state).reshape(state.shape)
-    with torch.no_grad(), _in_evaluation_mode(branch.module):
+    with torch.no_grad(), without_dropout(branch.module):
         if args:
             output = branch.module(turned, *args[1:], **kwargs)
         else:
@@ -499,7 +499,7 @@ def _record(decoder: nn.Module) -> tuple[list[Call], list[Call]]:
             if path and not isinstance(module, nn.ModuleList):
                 stack.callback(module.register_forward_pre_hook(enter(path), with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(leave).remove)
-        stack.enter_context(_in_evaluation_mode(decoder))
+        stack.enter_context(without_dropout(decoder))
         watch = stack.enter_context(_Attentions(calls, running))
         stack.enter_context(torch.no_grad())
         try:
@@ -515,18 +515,6 @@ def _ids(decoder: Any) -> Tensor:
     num_ids, count = embedding.shape[0], SHAPE[0] * SHAPE[1]
     device = torch.device("cpu") if embedding.is_meta else embedding.device
     return torch.linspace(1, max(1, num_ids - 2), count).long().view(SHAPE).to(device)
-
-
-@contextmanager
-def _in_evaluation_mode(decoder: nn.Module) -> Iterator[None]:
-    """Without dropout; each module gets its own mode back."""
-    training = [module for module in decoder.modules() if module.training]
-    decoder.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class _Attentions(TorchFunctionMode):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,6 +61,19 @@ def bare_model(model: Any) -> Any:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return model.module
     return model.model if isinstance(model, LoadedModel) else model
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """While open, no module is in training mode. Afterwards each has its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def without_head(part: Any) -> Any:

@@ -102,9 +102,9 @@ def carrying(changes: Sequence[Change], rate_L: Tensor) -> list[Change]:
             continue
         after = change.layer + 1
         end = next((layer for layer in layers if layer > change.layer), len(rate_L) - 1)
-        behind = known(rate_L[after : end + 1])
+        behind = without_nan(rate_L[after : end + 1])
         since = max(handed_on, absent.get(change.dimension, -1)) + 1
-        before = known(rate_L[since:after])
+        before = without_nan(rate_L[since:after])
         if behind and fmean(behind) >= max(MIN_SINK_RATE, GROWTH * max(before, default=0.0)):
             carry.append(change)
             standing.add(change.dimension)
@@ -116,7 +116,7 @@ def layers_with_sink(rate_L: Tensor) -> list[int]:
     return (rate_L >= MIN_SINK_RATE).nonzero().flatten().tolist()
 
 
-def known(values: Tensor) -> list[float]:
+def without_nan(values: Tensor) -> list[float]:
     """The values that are not NaN."""
     return values[~values.isnan()].tolist()
 

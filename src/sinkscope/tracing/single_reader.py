@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from sinkscope.errors import InputError
+from sinkscope.models.loaded import without_dropout
 from sinkscope.models.sharded import unsharded
 from sinkscope.tracing.open_interventions import check_owner
 
@@ -69,12 +70,5 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """While open, dropout is off and this thread alone may read the model, whose weights outside blocks are whole.
     Afterwards each module has its mode back."""
-    with single_reader(model), unsharded(model):
-        training = [module for module in model.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+    with single_reader(model), unsharded(model), without_dropout(model):
+        yield
